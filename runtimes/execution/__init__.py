@@ -1,0 +1,1 @@
+"""Running a program: worker, transports, weight versions, evaluation, checkpoints, accounting."""

@@ -1,0 +1,80 @@
+"""What a run loop needs of a system on one rank: ours and the peers are driven alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Accuracy", "Engine", "Feed", "Segment", "SegmentReport"]
+
+
+class Feed(Protocol):
+    """Which samples each batch has, and their values: a pure function, the same on every rank.
+
+    Steps count the whole run's updates from 0; indices are positions in the data set.
+    """
+
+    def batch_sizes(self, epoch: int) -> tuple[int, ...]:
+        """Samples of each batch of an epoch; the last may be smaller."""
+
+    def indices(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """(B,) sample indices of the batch of update ``step``."""
+
+    def images(self, indices: np.ndarray[Any, Any], step: int) -> Tensor:
+        """(n, C, H, W) normalised and augmented, on the device, in the run's dtype."""
+
+    def labels(self, indices: np.ndarray[Any, Any]) -> Tensor:
+        """(n,) int64, on the device."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of training between two drains: batches of these sizes from update ``first``."""
+
+    first: int
+    batches: tuple[int, ...]
+
+
+@dataclass
+class SegmentReport:
+    """What one rank saw of a segment.  ``losses[step]`` is this rank's share of the update's loss,
+    already divided by the samples of the global batch: the shares of all ranks add up to it."""
+
+    wall_s: float
+    losses: dict[int, float] = field(default_factory=dict)
+    breakdown: dict[str, float] = field(default_factory=dict)
+    live_versions: int = 1
+    peak_in_flight: int = 0
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """This rank's share of an evaluation; the shares of all ranks add up to the whole."""
+
+    correct: int = 0
+    loss_sum: float = 0.0
+    samples: int = 0
+
+
+class Engine(Protocol):
+    """One system on one rank.  Every rank calls the same methods in the same order."""
+
+    def train(self, segment: Segment) -> SegmentReport: ...
+
+    def evaluate(self, feed: Feed, samples: int, batch_size: int) -> Accuracy:
+        """Top-1 over samples 0 … samples−1 of ``feed``, in evaluation mode."""
+
+    def state(self) -> Mapping[str, Any]:
+        """{"weights": {parameter name of the whole model: Tensor},
+        "optimizer": {parameter name: {state name: Tensor or number}}} of what this rank owns;
+        empty on ranks whose copy another rank stores."""
+
+    def load(self, state: Mapping[str, Any], step: int) -> None:
+        """Take over what this rank needs of a merged state, at update ``step``."""
+
+    def parameters(self) -> Sequence[torch.nn.Parameter]: ...

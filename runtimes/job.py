@@ -1,0 +1,175 @@
+"""A job: everything one rank needs to know to take part in a run, as plain JSON data.
+
+The launcher writes it, every rank reads it; neither torch nor anything of experiments is needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from runtimes.plan import Plan
+
+__all__ = [
+    "Augmentation",
+    "BenchSpec",
+    "DataSpec",
+    "Job",
+    "LearningRate",
+    "ModelSpec",
+    "OptimizerSpec",
+    "Precision",
+    "Task",
+]
+
+Precision = Literal["float32", "tf32", "bf16", "float64"]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """``name`` is "VisionTransformer" (timm's class, ``args`` to its constructor) or any timm model
+    of that class (``args`` to timm.create_model), e.g. "vit_huge_patch14_224"."""
+
+    name: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Keyed by (seed, epoch, sample): the same on every rank, whatever the split.
+
+    ``cutout`` is the side of the square in pixels (0: off), applied with probability epoch/epochs;
+    ``crop_padding`` pixels of random crop (0: off); ``flip``: horizontal, with probability 1/2.
+    """
+
+    cutout: int = 0
+    crop_padding: int = 0
+    flip: bool = False
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """Directories prepared by experiments: images.npy (N, C, H, W) uint8, labels.npy (N,) int64,
+    meta.json {"mean": [C floats], "std": [C floats], "classes": int}, of values scaled to 0 … 1.
+    """
+
+    train: str
+    validation: str
+    augmentation: Augmentation = Augmentation()
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    name: Literal["sgd", "adamw"] = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """A pure function of the update's index: linear warm-up over ``warmup_epochs``, per update;
+    then constant, cosine to ``floor`` × peak at the last epoch, or × ``gamma`` at each of
+    ``milestones`` (epochs)."""
+
+    kind: Literal["constant", "cosine", "step"] = "constant"
+    warmup_epochs: float = 0.0
+    floor: float = 0.0
+    milestones: tuple[float, ...] = ()
+    gamma: float = 0.1
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one system trains: one run, or one contender of a benchmark."""
+
+    label: str
+    system: str
+    plan: Plan
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BenchSpec:
+    """``rounds`` interleaved rounds; in each, every task trains ``steps`` batches, timed."""
+
+    rounds: int = 9
+    steps: int = 4
+    warmup_steps: int = 2
+    bound: bool = True
+
+
+@dataclass(frozen=True)
+class Job:
+    """``bench`` is None for a training run, which has exactly one task."""
+
+    tasks: tuple[Task, ...]
+    model: ModelSpec
+    data: DataSpec
+    batch_size: int
+    epochs: int
+    seed: int = 0
+    label_smoothing: float = 0.0
+    optimizer: OptimizerSpec = OptimizerSpec()
+    learning_rate: LearningRate = LearningRate()
+    precision: Precision = "float32"
+    device: str = "cpu"
+    evaluate_every: int = 1
+    checkpoint_every: int = 1
+    evaluation_batch_size: int = 256
+    action_timeout_s: float = 300.0
+    pin_cores: bool = False
+    trace: bool = False
+    bench: BenchSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}, but must be at least 1")
+        if not self.tasks or (self.bench is None and len(self.tasks) != 1):
+            raise ValueError(f"a training job has one task, a benchmark one or more: {self.tasks}")
+        sizes = {task.plan.world_size for task in self.tasks}
+        if len(sizes) != 1:
+            raise ValueError(f"the tasks of one job need equally many ranks, not {sorted(sizes)}")
+
+    @property
+    def world_size(self) -> int:
+        return self.tasks[0].plan.world_size
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": "pipebench.job/1", **asdict(self)}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Job:
+        values = dict(document)
+        schema = values.pop("schema", None)
+        if schema != "pipebench.job/1":
+            raise ValueError(f"not a job of schema pipebench.job/1: {schema!r}")
+        values["tasks"] = tuple(
+            Task(task["label"], task["system"], Plan.from_json(task["plan"]), task["options"])
+            for task in values["tasks"]
+        )
+        data = values["data"]
+        values["data"] = DataSpec(
+            data["train"], data["validation"], Augmentation(**data["augmentation"])
+        )
+        values["model"] = ModelSpec(**values["model"])
+        optimizer = OptimizerSpec(**values["optimizer"])
+        values["optimizer"] = replace(optimizer, betas=tuple(optimizer.betas))
+        rate = LearningRate(**values["learning_rate"])
+        values["learning_rate"] = replace(rate, milestones=tuple(rate.milestones))
+        if values["bench"] is not None:
+            values["bench"] = BenchSpec(**values["bench"])
+        return cls(**values)
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(self.to_json(), indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> Job:
+        return cls.from_json(json.loads(path.read_text()))

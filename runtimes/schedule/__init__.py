@@ -1,0 +1,28 @@
+"""Schedules as pure data: actions, orders, lowering, validation and rendering.  No torch."""
+
+from runtimes.schedule.action import Action, Op, parse
+from runtimes.schedule.batches import Batches
+from runtimes.schedule.lowering import lower
+from runtimes.schedule.orders import Compute, Order, flush, forward_only, warm_up
+from runtimes.schedule.program import Program, Stream
+from runtimes.schedule.rendering import grid
+from runtimes.schedule.validation import Declared, ScheduleError, validate
+
+__all__ = [
+    "Action",
+    "Batches",
+    "Compute",
+    "Declared",
+    "Op",
+    "Order",
+    "Program",
+    "ScheduleError",
+    "Stream",
+    "flush",
+    "forward_only",
+    "grid",
+    "lower",
+    "parse",
+    "validate",
+    "warm_up",
+]

@@ -1,0 +1,403 @@
+"""Proof that a program is right before anything runs: numbered rules, checked by a dry run.
+
+The whole job is walked once with messages that carry no data.  Streams advance by the executor's
+own rule, so a program that passes here cannot deadlock there.
+
+ 1  an action belongs to its stream's rank and pipeline, and its unit exists and is not empty
+ 2  F before B, each exactly once; parts of a backward in order; R exactly once where asked for
+ 3  every send has its receive, of the same samples and so of equally many bytes
+ 4  the messages of a channel are received in the order in which they are sent
+ 5  a computation has received all it needs; a message is sent after the computation it carries
+ 6  no deadlock: explicit edges, messages and streams are acyclic
+ 7  a backward (and a recomputation) uses the weight version of its forward
+ 8  a forward's version exists when it runs, and its delay is the one the system declares
+ 9  units in flight stay within the bound the system declares
+10  each update sees every sample of its batch exactly once before its step
+11  replicas reduce every part of an update, in the same order, between backward and step
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from runtimes.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Op
+from runtimes.schedule.program import Channel, Program, Stream, channel
+from runtimes.schedule.rendering import marked_grid
+
+__all__ = ["RULES", "Declared", "ScheduleError", "validate"]
+
+RULES = {
+    1: "actions belong to their stream and concern units that exist",
+    2: "F before B, each exactly once",
+    3: "every send has its receive, with equally many bytes",
+    4: "messages of a channel are received in the order they are sent",
+    5: "computations have what they need",
+    6: "no deadlock",
+    7: "version of B = version of F",
+    8: "gradient delay as declared",
+    9: "units in flight within the declared bound",
+    10: "each update sees each sample of its batch exactly once",
+    11: "replicas reduce before they step, in the same order",
+}
+
+
+class ScheduleError(ValueError):
+    """A program breaks ``rule`` at ``action`` of ``rank``; the text shows the grid around it."""
+
+    def __init__(self, rule: int, rank: int, action: Action, what: str, grid: str = ""):
+        self.rule, self.rank, self.action = rule, rank, action
+        text = f"rule {rule} ({RULES[rule]}): rank {rank}, {action}: {what}"
+        super().__init__(f"{text}\n{grid}" if grid else text)
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a system promises of its programs, by stage (and update)."""
+
+    delay: Callable[[int, int], int]
+    in_flight: Callable[[int], int]
+
+
+def validate(
+    program: Program, declared: Declared | None = None, *, sample_bytes: tuple[int, ...] = ()
+) -> None:
+    """Raise :class:`ScheduleError` at the first action that breaks a rule.
+
+    ``sample_bytes[s]`` is the size of one sample between stages s and s + 1; it only makes
+    error messages speak in bytes.
+    """
+    _DryRun(program, declared, sample_bytes).run()
+
+
+@dataclass
+class _Unit:
+    """A unit in flight at one replica."""
+
+    version: int | None = None
+    forward: bool = False
+    recomputed: bool = False
+    parts: int = 0
+    received: dict[Op, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Cursor:
+    """One stream's walk, and what its replica has done so far."""
+
+    stream: Stream
+    actions: Iterator[Action]
+    head: Action | None = None
+    position: int = -1
+    units: dict[int, _Unit] = field(default_factory=dict)
+    in_flight: int = 0
+    done: dict[int, set[int]] = field(default_factory=dict)
+    reduced: dict[int, list[int | None]] = field(default_factory=dict)
+    steps: int = 0
+
+    def advance(self) -> None:
+        self.head = next(self.actions, None)
+        self.position += 1
+
+
+class _DryRun:
+    def __init__(
+        self, program: Program, declared: Declared | None, sample_bytes: tuple[int, ...]
+    ) -> None:
+        self.program, self.declared, self.sample_bytes = program, declared, sample_bytes
+        self.plan, self.batches = program.plan, program.batches
+        self.cursors = [_Cursor(stream, iter(stream)) for stream in program.streams]
+        self.channels: dict[Channel, deque[Action]] = {}
+        # Per (pipeline, stage): the order in which its first replica reduced, and who is where.
+        self.collectives: dict[tuple[int, int], list[tuple[int, int | None]]] = {}
+        self.joined: dict[tuple[int, int, int], int] = {}
+        self.finished: set[Action] = set()
+        self.awaited = {edge for edges in program.after.values() for edge in edges}
+
+    def fail(self, rule: int, cursor: _Cursor, action: Action, what: str) -> ScheduleError:
+        grid = marked_grid(self.program, cursor.stream, cursor.position)
+        return ScheduleError(rule, cursor.stream.rank, action, what, grid)
+
+    def run(self) -> None:
+        for cursor in self.cursors:
+            cursor.advance()
+        moved = True
+        while moved:
+            moved = False
+            for cursor in self.cursors:
+                while cursor.head is not None and self.take(cursor, cursor.head):
+                    if cursor.head in self.awaited:
+                        self.finished.add(cursor.head)
+                    cursor.advance()
+                    moved = True
+        self.nothing_left()
+
+    def take(self, cursor: _Cursor, action: Action) -> bool:
+        """Perform the action, or return False if it must wait."""
+        self.belongs(cursor, action)
+        if any(edge not in self.finished for edge in self.program.after.get(action, ())):
+            return False
+        if action.op in RECEIVES:
+            return self.receive(cursor, action)
+        if action.op in SENDS:
+            self.send(cursor, action)
+        elif action.op == Op.F:
+            self.forward(cursor, action)
+        elif action.op in COMPUTE:
+            self.backward(cursor, action)
+        elif action.op == Op.REDUCE:
+            self.reduce(cursor, action)
+        elif action.op == Op.STEP:
+            return self.step(cursor, action)
+        return True
+
+    def belongs(self, cursor: _Cursor, action: Action) -> None:
+        stages = self.plan.stages
+        if (
+            action.stage >= len(stages)
+            or action.replica >= stages[action.stage].replicas
+            or self.plan.rank(action.stage, action.replica) != cursor.stream.rank
+            or action.pipeline != cursor.stream.pipeline
+        ):
+            raise self.fail(1, cursor, action, "this stream is not of that stage and replica")
+        if action.op in COMPUTE | SENDS | RECEIVES:
+            size = self.batches.size(action.pipeline, action.unit)
+            low, high = (0, 0) if size == 0 else self.own(action)
+            if low == high:
+                raise self.fail(1, cursor, action, "the unit is empty here")
+        elif action.unit >= self.batches.updates:
+            raise self.fail(1, cursor, action, f"only {self.batches.updates} updates exist")
+
+    def own(self, action: Action) -> tuple[int, int]:
+        return self.program.share(action.pipeline, action.stage, action.replica, action.unit)
+
+    def bytes_of(self, action: Action) -> str:
+        assert action.interval is not None
+        samples = action.interval[1] - action.interval[0]
+        boundary = action.stage - (action.op in (Op.RECV_ACT, Op.SEND_GRAD))
+        if boundary >= len(self.sample_bytes):
+            return f"{samples} samples"
+        return f"{samples * self.sample_bytes[boundary]:,} bytes ({samples} samples)"
+
+    def message(self, cursor: _Cursor, action: Action) -> Channel:
+        ahead = action.op in (Op.SEND_ACT, Op.RECV_GRAD)
+        stage = action.stage + (1 if ahead else -1)
+        if action.peer is None or action.interval is None:
+            raise self.fail(1, cursor, action, "a message needs a peer and an interval")
+        if not 0 <= stage < len(self.plan.stages):
+            raise self.fail(1, cursor, action, f"there is no stage {stage} to exchange with")
+        if action.peer >= self.plan.stages[stage].replicas:
+            raise self.fail(1, cursor, action, f"stage {stage} has no replica {action.peer}")
+        low, high = self.own(action)
+        if not low <= action.interval[0] < action.interval[1] <= high:
+            raise self.fail(
+                3, cursor, action, f"the message leaves this replica's samples [{low}:{high}]"
+            )
+        return channel(action, self.plan)
+
+    def send(self, cursor: _Cursor, action: Action) -> None:
+        key = self.message(cursor, action)
+        unit = cursor.units.get(action.unit, _Unit())
+        if action.op == Op.SEND_ACT:
+            sendable = unit.forward
+        else:
+            sendable = action.unit in cursor.done.get(self.batches.update(action.unit), ())
+        if not sendable:
+            producer = "F" if action.op == Op.SEND_ACT else "B"
+            raise self.fail(5, cursor, action, f"sent before the {producer} it carries")
+        self.channels.setdefault(key, deque()).append(action)
+
+    def receive(self, cursor: _Cursor, action: Action) -> bool:
+        key = self.message(cursor, action)
+        queue = self.channels.get(key)
+        if not queue:
+            return False
+        sent = queue.popleft()
+        if sent.unit != action.unit:
+            raise self.fail(
+                4, cursor, action, f"crossed: rank {key.sender} sends {sent} next on this channel"
+            )
+        if sent.interval != action.interval:
+            raise self.fail(
+                3,
+                cursor,
+                action,
+                f"expects {self.bytes_of(action)}, but rank {key.sender} sends "
+                f"{self.bytes_of(sent)} ({sent})",
+            )
+        assert action.interval is not None
+        unit = cursor.units.setdefault(action.unit, _Unit())
+        size = action.interval[1] - action.interval[0]
+        unit.received[action.op] = unit.received.get(action.op, 0) + size
+        return True
+
+    def needs(self, cursor: _Cursor, action: Action, op: Op, unit: _Unit) -> None:
+        neighbour = action.stage - 1 if op == Op.RECV_ACT else action.stage + 1
+        if not 0 <= neighbour < len(self.plan.stages):
+            return
+        low, high = self.own(action)
+        got = unit.received.get(op, 0)
+        if got != high - low:
+            raise self.fail(
+                5,
+                cursor,
+                action,
+                f"{op} of {got} of its {high - low} samples came before it: a receive is missing",
+            )
+
+    def forward(self, cursor: _Cursor, action: Action) -> None:
+        unit = cursor.units.setdefault(action.unit, _Unit())
+        update = self.batches.update(action.unit)
+        if unit.forward or action.unit in cursor.done.get(update, ()):
+            raise self.fail(2, cursor, action, "a second forward of this unit")
+        self.needs(cursor, action, Op.RECV_ACT, unit)
+        if not self.program.training:
+            unit.forward = True
+            cursor.done.setdefault(update, set()).add(action.unit)
+            return
+        if action.version is None or not 0 <= action.version <= cursor.steps:
+            raise self.fail(
+                8, cursor, action, f"only versions up to @{cursor.steps} exist at this point"
+            )
+        if self.declared is not None:
+            delay = self.declared.delay(action.stage, update)
+            if update - action.version != delay:
+                raise self.fail(
+                    8,
+                    cursor,
+                    action,
+                    f"its gradient is {update - action.version} updates old at update {update}, "
+                    f"declared is {delay}",
+                )
+        unit.forward, unit.version = True, action.version
+        cursor.in_flight += 1
+        if self.declared is not None:
+            bound = self.declared.in_flight(action.stage)
+            if cursor.in_flight > bound:
+                raise self.fail(
+                    9, cursor, action, f"{cursor.in_flight} units in flight, declared are {bound}"
+                )
+
+    def backward(self, cursor: _Cursor, action: Action) -> None:
+        unit = cursor.units.get(action.unit)
+        update = self.batches.update(action.unit)
+        if action.unit in cursor.done.get(update, ()):
+            raise self.fail(2, cursor, action, "a second backward of this unit")
+        if unit is None or not unit.forward:
+            raise self.fail(2, cursor, action, f"{action.op} before its F")
+        if action.version != unit.version:
+            raise self.fail(7, cursor, action, f"its forward used version @{unit.version}")
+        stage = self.plan.stages[action.stage]
+        if action.op == Op.R:
+            if not stage.recompute or unit.recomputed:
+                raise self.fail(2, cursor, action, "this recomputation is not asked for")
+            unit.recomputed = True
+            return
+        if stage.recompute and not unit.recomputed:
+            raise self.fail(2, cursor, action, "B before its R: the stage recomputes")
+        self.needs(cursor, action, Op.RECV_GRAD, unit)
+        parts = len(stage.parts)
+        if action.part is not None and action.part != unit.parts:
+            raise self.fail(2, cursor, action, f"part {unit.parts} of this backward is next")
+        if action.part is None and unit.parts:
+            raise self.fail(2, cursor, action, f"part {unit.parts} of this backward is next")
+        unit.parts = parts if action.part is None else unit.parts + 1
+        if unit.parts == parts:
+            cursor.done.setdefault(update, set()).add(action.unit)
+            cursor.in_flight -= 1
+            del cursor.units[action.unit]
+
+    def reduce(self, cursor: _Cursor, action: Action) -> None:
+        stage = self.plan.stages[action.stage]
+        parts = cursor.reduced.setdefault(action.unit, [])
+        if action.part in parts or (action.part is not None and action.part >= len(stage.parts)):
+            raise self.fail(11, cursor, action, "this part does not exist or is reduced twice")
+        if not self.complete(cursor, action, action.part):
+            raise self.fail(11, cursor, action, "reduced before its backward")
+        parts.append(action.part)
+        key = (action.pipeline, action.stage)
+        order = self.collectives.setdefault(key, [])
+        mine = self.joined.get((*key, action.replica), 0)
+        this = (action.unit, action.part)
+        if mine == len(order):
+            order.append(this)
+        elif order[mine] != this:
+            update, part = order[mine]
+            name = f"update {update}" + ("" if part is None else f" part {part}")
+            raise self.fail(11, cursor, action, f"another replica reduces {name} at this place")
+        self.joined[(*key, action.replica)] = mine + 1
+
+    def complete(self, cursor: _Cursor, action: Action, part: int | None = None) -> bool:
+        """Whether this replica's backwards of the update are done, at least down to ``part``."""
+        done = cursor.done.get(action.unit, set())
+        for unit in self.batches.units(action.pipeline, action.unit):
+            low, high = self.program.share(action.pipeline, action.stage, action.replica, unit)
+            if low == high or unit in done:
+                continue
+            begun = cursor.units.get(unit)
+            if part is None or begun is None or begun.parts <= part:
+                return False
+        return True
+
+    def step(self, cursor: _Cursor, action: Action) -> bool:
+        if action.unit != cursor.steps or action.version != cursor.steps + 1:
+            raise self.fail(8, cursor, action, f"update {cursor.steps} is next")
+        if not self.complete(cursor, action):
+            raise self.fail(10, cursor, action, "a sample of the batch has no gradient yet")
+        stage = self.plan.stages[action.stage]
+        if stage.replicas > 1:
+            parts = cursor.reduced.get(action.unit, [])
+            if parts != [None] and len(parts) != len(stage.parts):
+                raise self.fail(11, cursor, action, "a step before its gradients are reduced")
+            key = (action.pipeline, action.stage)
+            mine = self.joined[(*key, action.replica)]
+            if any(self.joined.get((*key, j), 0) < mine for j in range(stage.replicas)):
+                return False
+        cursor.steps += 1
+        cursor.done.pop(action.unit, None)
+        cursor.reduced.pop(action.unit, None)
+        return True
+
+    def nothing_left(self) -> None:
+        """Everything ran: nothing waits, nothing was sent in vain, no update is missing."""
+        stuck = [cursor for cursor in self.cursors if cursor.head is not None]
+        if stuck:
+            self.explain(stuck)
+        for cursor in self.cursors:
+            for action in cursor.stream:
+                if action.op in SENDS and action in self.channels.get(
+                    channel(action, self.plan), ()
+                ):
+                    raise self.fail(3, cursor, action, "sent, but no receive takes it in")
+            if self.program.training and cursor.steps != self.batches.updates:
+                stage, replica = self.plan.place(cursor.stream.rank)
+                missing = Action(cursor.stream.pipeline, stage, replica, Op.STEP, cursor.steps)
+                raise self.fail(10, cursor, missing, "the stream ends without this step")
+        if not self.program.training:
+            self.all_evaluated()
+
+    def explain(self, stuck: list[_Cursor]) -> None:
+        """Name the cause of a standstill: a send that never comes, or a circle of waits."""
+        waiting = {cursor.stream.rank for cursor in stuck}
+        for cursor in stuck:
+            action = cursor.head
+            assert action is not None
+            if action.op in RECEIVES and channel(action, self.plan).sender not in waiting:
+                sender = channel(action, self.plan).sender
+                raise self.fail(3, cursor, action, f"rank {sender} has no send for it")
+        waits = "; ".join(f"rank {cursor.stream.rank} at {cursor.head}" for cursor in stuck)
+        action = stuck[0].head
+        assert action is not None
+        raise self.fail(6, stuck[0], action, f"deadlock, all wait: {waits}")
+
+    def all_evaluated(self) -> None:
+        for cursor in self.cursors:
+            stage, replica = self.plan.place(cursor.stream.rank)
+            pipeline = cursor.stream.pipeline
+            for update in range(self.batches.updates):
+                for unit in self.batches.units(pipeline, update):
+                    low, high = self.program.share(pipeline, stage, replica, unit)
+                    if low < high and unit not in cursor.done.get(update, ()):
+                        action = Action(pipeline, stage, replica, Op.F, unit)
+                        raise self.fail(10, cursor, action, "these samples are never evaluated")
