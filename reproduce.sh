@@ -82,7 +82,7 @@ runs() { [ -f "$stamp" ] && "$venv/bin/python" -c '' 2>/dev/null; }
 installed() { runs && [ "$(cat -- "$stamp")" = "$(fingerprint)" ]; }
 
 pip() {
-    "$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check "$@" >&2 ||
+    "$venv/bin/python" -m pip install -qq --no-input --disable-pip-version-check "$@" >&2 ||
         fail "pip could not install into $venv (its own words are above); run again once that is mended" 1
 }
 

@@ -1,0 +1,96 @@
+"""What holds for every test: one thread, no outside settings, no process left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before numpy and torch start their thread pools: the tests run several processes on few cores.
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[_name] = "1"
+os.environ["MPLBACKEND"] = "Agg"
+# Neither the user's tracking account nor a launcher around pytest is the tests' business.
+for _name in [*os.environ]:
+    if _name.startswith(("WANDB_", "PIPEBENCH_", "TORCHELASTIC_")):
+        del os.environ[_name]
+for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(_name, None)
+
+import hypothesis
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCHER_TESTS = 10
+
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("fixed")
+
+# Every process a test starts inherits this, also when its parent is gone.
+MARK = "PIPEBENCH_TEST_SESSION"
+os.environ[MARK] = uuid.uuid4().hex
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    launched = [item.nodeid for item in items if item.get_closest_marker("launcher")]
+    if len(launched) > LAUNCHER_TESTS:
+        raise pytest.UsageError(
+            f"{len(launched)} tests go through the real launcher, but {LAUNCHER_TESTS} is the "
+            f"limit: fork from the forkserver instead, as in tests/runtimes ({', '.join(launched)})"
+        )
+
+
+def _belongs_to_pytest(process: psutil.Process) -> bool:
+    """The servers that multiprocessing keeps for the whole session; what they fork does not."""
+    line = " ".join(process.cmdline())
+    servers = "multiprocessing.forkserver import main", "multiprocessing.resource_tracker import"
+    return process.ppid() == os.getpid() and any(server in line for server in servers)
+
+
+def left_behind(mark: str) -> list[psutil.Process]:
+    """Living processes, orphans included, that inherited ``mark`` from this session's tests."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if process.environ().get(MARK) == mark and not _belongs_to_pytest(process):
+                found.append(process)
+        except psutil.Error:
+            continue  # it ended meanwhile, or is another user's
+    return found
+
+
+def _fail_if_left_behind(grace_s: float) -> None:
+    until = time.monotonic() + grace_s
+    while (processes := left_behind(os.environ[MARK])) and time.monotonic() < until:
+        time.sleep(0.1)
+    if processes:
+        lines = [f"{process.pid} {' '.join(process.cmdline())[:200]}" for process in processes]
+        for process in processes:
+            process.kill()
+        pytest.fail("processes left behind, now killed:\n" + "\n".join(lines), pytrace=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_left_at_the_end() -> Iterator[None]:
+    yield
+    _fail_if_left_behind(grace_s=5)
+
+
+@pytest.fixture(autouse=True)
+def no_process_left_by_a_launch(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A launch that leaves a rank behind is named at once, not at the end of the session."""
+    yield
+    if request.node.get_closest_marker("launcher"):
+        _fail_if_left_behind(grace_s=5)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository's folder."""
+    return ROOT
