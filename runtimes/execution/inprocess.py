@@ -1,0 +1,201 @@
+"""All ranks of a plan in one process: deterministic, any number of virtual ranks on one device.
+
+The tool for semantics, for accuracy at many workers, and for tests.  Its wall time is never a
+time result.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtimes.execution.engine import Accuracy, Feed, Segment, SegmentReport
+from runtimes.execution.worker import Worker
+from runtimes.job import Job, Task
+from runtimes.model.stack import LayerStack
+from runtimes.plan import Plan
+from runtimes.schedule import Program
+from runtimes.schedule.action import RECEIVES, Action, Op
+from runtimes.schedule.program import Channel, channel
+from runtimes.system import System, evaluation_program
+from runtimes.systems import get_system
+
+__all__ = ["InProcess", "Mailbox", "run_program"]
+
+#: (pipeline, stage, update, part) of a reduction.
+_Collective = tuple[int, int, int, int | None]
+
+
+class Mailbox:
+    """The transport of one process: a queue for each channel, a table of open reductions."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.queues: dict[Channel, deque[tuple[Action, Tensor]]] = defaultdict(deque)
+        self.open: dict[_Collective, dict[int, Sequence[Tensor]]] = defaultdict(dict)
+        self.pending: dict[tuple[int, int, int, int], set[_Collective]] = defaultdict(set)
+
+    def endpoint(self) -> _End:
+        return _End(self)
+
+    def complete(self, key: _Collective) -> None:
+        """Sum in the order of replicas, so that the result is bitwise the same for all."""
+        shares = self.open.pop(key)
+        for parallel in zip(*(shares[replica] for replica in sorted(shares)), strict=True):
+            total = parallel[0].clone()
+            for other in parallel[1:]:
+                total += other
+            for tensor in parallel:
+                tensor.copy_(total)
+
+
+class _End:
+    """One rank's end of the mailbox."""
+
+    def __init__(self, box: Mailbox):
+        self.box = box
+
+    def open(self, program: Program) -> None:
+        """The mailbox takes any message at any time."""
+
+    def ready(self, action: Action) -> bool:
+        if action.op in RECEIVES:
+            return bool(self.box.queues[channel(action, self.box.plan)])
+        place = (action.pipeline, action.stage, action.unit, action.replica)
+        return not any(key in self.box.open for key in self.box.pending[place])
+
+    def send(self, action: Action, tensor: Tensor) -> None:
+        self.box.queues[channel(action, self.box.plan)].append((action, tensor))
+
+    def receive(self, action: Action, shape: Sequence[int]) -> Tensor:
+        sent, tensor = self.box.queues[channel(action, self.box.plan)].popleft()
+        if (sent.unit, sent.interval) != (action.unit, action.interval):
+            raise RuntimeError(f"{action} met {sent}: messages crossed")
+        if tuple(tensor.shape) != tuple(shape):
+            raise RuntimeError(f"{action} expects shape {tuple(shape)}, got {tuple(tensor.shape)}")
+        return tensor
+
+    def reduce(self, action: Action, tensors: Sequence[Tensor]) -> None:
+        key = (action.pipeline, action.stage, action.unit, action.part)
+        shares = self.box.open[key]
+        shares[action.replica] = tensors
+        place = (action.pipeline, action.stage, action.unit, action.replica)
+        self.box.pending[place].add(key)
+        if len(shares) == self.box.plan.stages[action.stage].replicas:
+            with torch.no_grad():
+                self.box.complete(key)
+
+    def finish_reduce(self, action: Action) -> None:
+        place = (action.pipeline, action.stage, action.unit, action.replica)
+        self.box.pending.pop(place, None)
+
+    def close(self) -> None:
+        """Nothing is under way in one process: what was sent lies in the mailbox."""
+
+
+def run_program(workers: Sequence[Worker]) -> None:
+    """Walk all streams to their ends, rank after rank; RuntimeError if all wait."""
+    moved = True
+    while moved:
+        moved = False
+        for worker in workers:
+            while worker.advance():
+                moved = True
+    waiting = {worker.rank: worker.waiting_at for worker in workers if worker.waiting_at}
+    if waiting:
+        places = "; ".join(
+            f"rank {rank} at {', '.join(map(str, actions))}" for rank, actions in waiting.items()
+        )
+        raise RuntimeError(f"deadlock, all wait: {places}")
+    for worker in workers:
+        worker.finish()
+
+
+class InProcess:
+    """A system on all its ranks at once; methods as of :class:`Engine`, for all ranks together."""
+
+    def __init__(
+        self,
+        job: Job,
+        task: Task,
+        stack: LayerStack,
+        feed: Feed,
+        *,
+        system: System | None = None,
+        before: Callable[[Action], None] | None = None,
+        keep_gradients: bool = False,
+    ):
+        self.plan = task.plan
+        self.system = system or get_system(task.system, task.options)
+        self.system.check(task.plan)
+        self.box = Mailbox(task.plan)
+        self.workers = [
+            Worker(
+                job,
+                task,
+                self.system,
+                stack,
+                feed,
+                rank,
+                self.box.endpoint(),
+                before=before,
+                keep_gradients=keep_gradients,
+            )
+            for rank in range(task.plan.world_size)
+        ]
+
+    def run(self, program: Program, first_step: int, feed: Feed | None = None) -> float:
+        """Run any program on these workers; seconds of wall time."""
+        begin = perf_counter()
+        for worker in self.workers:
+            worker.start(program, first_step, feed)
+        run_program(self.workers)
+        left = [key for key, queue in self.box.queues.items() if queue]
+        assert not left, f"messages that nobody received: {left}"
+        return perf_counter() - begin
+
+    def train(self, segment: Segment) -> list[SegmentReport]:
+        wall = self.run(self.system.program(self.plan, segment.batches), segment.first)
+        return [
+            SegmentReport(
+                wall_s=wall,
+                losses=worker.loss_shares(),
+                live_versions=worker.versions.most_live,
+                peak_in_flight=worker.peak_in_flight,
+            )
+            for worker in self.workers
+        ]
+
+    def evaluate(self, feed: Feed, samples: int, batch_size: int) -> Accuracy:
+        self.run(evaluation_program(self.plan, samples, batch_size), 0, feed)
+        shares = [worker.accuracy() for worker in self.workers]
+        return Accuracy(
+            sum(share.correct for share in shares),
+            sum(share.loss_sum for share in shares),
+            sum(share.samples for share in shares),
+        )
+
+    @property
+    def last_gradients(self) -> dict[str, Tensor]:
+        """Of the last update, reduced, by parameter name (with ``keep_gradients``)."""
+        merged: dict[str, Tensor] = {}
+        for worker in self.workers:
+            merged |= worker.last_gradients
+        return merged
+
+    def state(self) -> dict[str, Any]:
+        merged: dict[str, Any] = {"weights": {}, "optimizer": {}}
+        for worker in self.workers:
+            share = worker.state()
+            for kind in merged:
+                merged[kind] |= share[kind]
+        return merged
+
+    def load(self, state: Mapping[str, Any], step: int) -> None:
+        for worker in self.workers:
+            worker.versions.load(state["weights"], state["optimizer"])

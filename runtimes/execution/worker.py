@@ -1,0 +1,395 @@
+"""The worker: performs one rank's streams of a program, action by action."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter_ns, thread_time_ns
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from runtimes.execution.criterion import cross_entropy_sum
+from runtimes.execution.engine import Accuracy, Feed
+from runtimes.execution.optimizer import build_optimizer, learning_rate
+from runtimes.execution.trace import Trace
+from runtimes.execution.transport import Endpoint
+from runtimes.execution.versions import WeightVersions
+from runtimes.job import Job, Task
+from runtimes.model.stack import LayerStack
+from runtimes.schedule.action import RECEIVES, Action, Op
+from runtimes.schedule.program import Program
+from runtimes.system import System
+
+__all__ = ["Worker", "dtype_of"]
+
+
+def dtype_of(job: Job) -> torch.dtype:
+    """Of weights, gradients and messages; autocast changes only the computation inside layers."""
+    return torch.float64 if job.precision == "float64" else torch.float32
+
+
+@dataclass
+class _Flight:
+    """A unit in flight at this rank."""
+
+    parameters: dict[str, torch.nn.Parameter]
+    step: int
+    samples: np.ndarray[Any, Any]
+    received: dict[Op, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    #: (input, output) of each part of the backward, in the order of the forward.
+    pieces: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    input: Tensor | None = None
+    output: Tensor | None = None
+    gradient: Tensor | None = None
+
+
+@dataclass
+class _Head:
+    """A stream being walked."""
+
+    actions: Iterator[Action]
+    action: Action | None = None
+
+    def advance(self) -> None:
+        self.action = next(self.actions, None)
+
+
+class Worker:
+    """One rank: its stage's weights and the actions on them.
+
+    ``before`` is called with each action before it is performed (status file, tests).
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        task: Task,
+        system: System,
+        stack: LayerStack,
+        feed: Feed,
+        rank: int,
+        endpoint: Endpoint,
+        *,
+        before: Callable[[Action], None] | None = None,
+        keep_gradients: bool = False,
+    ):
+        self.job, self.plan, self.rank = job, task.plan, rank
+        self.feed, self.endpoint, self.before = feed, endpoint, before
+        self.stage_index, self.replica = task.plan.place(rank)
+        self.stage = task.plan.stages[self.stage_index]
+        self.device, self.dtype = torch.device(job.device), dtype_of(job)
+        first, last = self.stage.first, self.stage.last
+        self.module = stack.stage(first, last)
+        self.module.random.seed = job.seed
+        # In the order of the forward: the backward's parts, turned round.
+        self.parts = [self.module.part(*part) for part in self.stage.parts[::-1]]
+        weights = stack.initial_weights(first, last, job.seed, self.device, self.dtype)
+        self.versions = WeightVersions(weights, partial(build_optimizer, spec=job.optimizer))
+        self.is_first = self.stage_index == 0
+        self.is_last = self.stage_index == len(self.plan.stages) - 1
+        self.trace = Trace(rank)
+        self.losses: dict[int, Tensor] = {}
+        self.correct = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.evaluated = 0
+        self.peak_in_flight = 0
+        self.keep_gradients = keep_gradients
+        self.last_gradients: dict[str, Tensor] = {}
+        self._flights: dict[int, _Flight] = {}
+        self.shapes = stack.output_shapes(self._sample_shape(), self.dtype)
+        self._steps_per_epoch = len(feed.batch_sizes(0))
+        self._perform = {
+            Op.F: self._forward,
+            Op.R: self._recompute,
+            Op.B: self._backward,
+            Op.SEND_ACT: self._send_activation,
+            Op.SEND_GRAD: self._send_gradient,
+            Op.RECV_ACT: self._receive,
+            Op.RECV_GRAD: self._receive,
+            Op.REDUCE: self._reduce,
+            Op.STEP: self._step,
+        }
+
+    def _sample_shape(self) -> tuple[int, ...]:
+        return tuple(self.feed.images(self.feed.indices(0)[:1], 0).shape[1:])
+
+    # -- walking the streams ---------------------------------------------------------------
+
+    def start(self, program: Program, first_step: int, feed: Feed | None = None) -> None:
+        """Get ready to run this rank's streams; update 0 of the program is ``first_step``."""
+        self.program, self.first_step = program, first_step
+        self.active_feed = feed or self.feed
+        self.module.train(program.training)
+        if program.training:
+            self.versions.drained()
+        self.losses, self.evaluated, self.peak_in_flight = {}, 0, 0
+        self.correct.zero_()
+        self.loss_sum.zero_()
+        self._done: set[Action] = set()
+        self._awaited = {edge for edges in program.after.values() for edge in edges}
+        self._heads = [_Head(iter(stream)) for stream in program.of_rank(self.rank)]
+        for head in self._heads:
+            head.advance()
+        self.endpoint.open(program)
+        self.trace.begin()
+
+    @property
+    def waiting_at(self) -> list[Action]:
+        """The next action of each stream that has not ended."""
+        return [head.action for head in self._heads if head.action is not None]
+
+    def advance(self) -> bool:
+        """Perform the first action that is ready, by order of streams; False if none is."""
+        for head in self._heads:
+            action = head.action
+            if action is not None and self._ready(action):
+                self._act(action)
+                head.advance()
+                return True
+        return False
+
+    def finish(self) -> None:
+        """All streams have ended."""
+        self.endpoint.close()
+        self.trace.finish()
+        assert not self._flights, f"units left in flight: {sorted(self._flights)}"
+
+    def _ready(self, action: Action) -> bool:
+        if any(edge not in self._done for edge in self.program.after.get(action, ())):
+            return False
+        if action.op in RECEIVES or action.op == Op.STEP:
+            return self.endpoint.ready(action)
+        return True
+
+    def _act(self, action: Action) -> None:
+        if self.before is not None:
+            self.before(action)
+        cpu, start = thread_time_ns(), perf_counter_ns()
+        waited = self._perform[action.op](action)
+        self.trace.add(action, start, cpu, waited or 0)
+        if action in self._awaited:
+            self._done.add(action)
+
+    # -- computing -------------------------------------------------------------------------
+
+    def _flight(self, action: Action) -> _Flight:
+        flight = self._flights.get(action.unit)
+        if flight is None:
+            update = self.program.batches.update(action.unit)
+            low, _ = self.program.batches.samples(action.pipeline, action.unit)
+            first, last = self.program.share(
+                action.pipeline, self.stage_index, self.replica, action.unit
+            )
+            step = self.first_step + update
+            if self.program.training:
+                samples = self.active_feed.indices(step)[low + first : low + last]
+            else:
+                begin = update * self.program.batches.sizes[0] + low
+                samples = np.arange(begin + first, begin + last)
+            flight = self._flights[action.unit] = _Flight({}, step, samples)
+        return flight
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.job.precision == "bf16":
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return nullcontext()
+
+    def _run(self, flight: _Flight, x: Tensor) -> Tensor:
+        """Through the stage's layers, cutting the graph at the boundaries of the parts."""
+        self.module.random.set(flight.step, flight.samples)
+        grad = torch.is_grad_enabled()
+        flight.pieces = []
+        for number, part in enumerate(self.parts):
+            if grad and (number or not self.is_first):
+                x = x.detach().requires_grad_()
+            weights = {local: flight.parameters[name] for local, name in part.names.items()}
+            with self._autocast():
+                out: Tensor = functional_call(part, weights, (x,))
+            if grad:
+                flight.pieces.append((x, out))
+            x = out
+        return x if self.is_last else x.to(self.dtype)
+
+    def _loss(self, flight: _Flight, logits: Tensor) -> Tensor:
+        labels = self.active_feed.labels(flight.samples)
+        batch = self.program.batches.sizes[flight.step - self.first_step]
+        return cross_entropy_sum(logits, labels, self.job.label_smoothing) / batch
+
+    def _forward(self, action: Action) -> None:
+        flight = self._flight(action)
+        x = self._take(flight, Op.RECV_ACT)
+        if x is None:
+            x = self.active_feed.images(flight.samples, flight.step)
+        if not self.program.training:
+            self._forward_only(action, flight, x)
+            return
+        assert action.version is not None
+        flight.parameters = self.versions.acquire(action.version)
+        self.peak_in_flight = max(
+            self.peak_in_flight, sum(bool(f.parameters) for f in self._flights.values())
+        )
+        if self.stage.recompute:
+            flight.input = x
+        with torch.set_grad_enabled(not self.stage.recompute):
+            flight.output = self._run(flight, x)
+            if self.is_last:
+                self._finish_forward(flight, count=True)
+
+    def _finish_forward(self, flight: _Flight, *, count: bool) -> None:
+        """The last stage's output is its share of the loss."""
+        assert flight.output is not None
+        loss = self._loss(flight, flight.output)
+        flight.output = None
+        if flight.pieces:
+            flight.pieces[-1] = (flight.pieces[-1][0], loss)
+        if count:
+            so_far = self.losses.get(flight.step)
+            share = loss.detach()
+            self.losses[flight.step] = share if so_far is None else so_far + share
+
+    def _forward_only(self, action: Action, flight: _Flight, x: Tensor) -> None:
+        flight.parameters = self.versions.current
+        with torch.no_grad():
+            flight.output = self._run(flight, x)
+        if self.is_last:
+            labels = self.active_feed.labels(flight.samples)
+            logits = flight.output
+            self.correct += (logits.argmax(1) == labels).sum()
+            self.loss_sum += cross_entropy_sum(logits, labels, 0.0).to(torch.float64)
+            self.evaluated += len(flight.samples)
+            # Without a backward a unit is over here, or with its last send.
+            del self._flights[action.unit]
+
+    def _recompute(self, action: Action) -> None:
+        """Again on the same version with the same keyed randomness: nothing to restore."""
+        flight = self._flights[action.unit]
+        assert flight.input is not None
+        x, flight.input = flight.input, None
+        flight.output = self._run(flight, x)
+        if self.is_last:
+            self._finish_forward(flight, count=False)
+
+    def _backward(self, action: Action) -> None:
+        flight = self._flights[action.unit]
+        if action.part in (None, 0) and not self.is_last:
+            flight.gradient = self._take(flight, Op.RECV_GRAD)
+        count = len(flight.pieces) if action.part is None else 1
+        for _ in range(count):
+            x, out = flight.pieces.pop()
+            torch.autograd.backward(out, flight.gradient)
+            flight.gradient = x.grad
+        if not flight.pieces:
+            assert action.version is not None
+            self.versions.release(action.version)
+            flight.parameters = {}
+            if self.is_first:
+                del self._flights[action.unit]
+
+    # -- messages --------------------------------------------------------------------------
+
+    def _receive(self, action: Action) -> None:
+        flight = self._flight(action)
+        assert action.interval is not None
+        boundary = self.stage.first - 1 if action.op == Op.RECV_ACT else self.stage.last - 1
+        count = action.interval[1] - action.interval[0]
+        tensor = self.endpoint.receive(action, (count, *self.shapes[boundary]))
+        flight.received[action.op].append(tensor)
+
+    def _take(self, flight: _Flight, op: Op) -> Tensor | None:
+        """What was received for a unit; pieces arrive by peer, which is the order of samples."""
+        pieces = flight.received.pop(op, [])
+        if not pieces:
+            return None
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _mine(self, action: Action, tensor: Tensor) -> tuple[Tensor, bool]:
+        """The part of this replica's tensor that a message carries, and whether it is the last."""
+        assert action.interval is not None
+        low, high = self.program.share(
+            action.pipeline, self.stage_index, self.replica, action.unit
+        )
+        first, last = action.interval
+        return tensor[first - low : last - low], last == high
+
+    def _send_activation(self, action: Action) -> None:
+        flight = self._flights[action.unit]
+        assert flight.output is not None
+        piece, last = self._mine(action, flight.output.detach())
+        self.endpoint.send(action, piece)
+        if last:
+            flight.output = None
+            if not self.program.training:
+                del self._flights[action.unit]
+
+    def _send_gradient(self, action: Action) -> None:
+        flight = self._flights[action.unit]
+        assert flight.gradient is not None
+        piece, last = self._mine(action, flight.gradient)
+        self.endpoint.send(action, piece)
+        if last:
+            del self._flights[action.unit]
+
+    # -- updates ---------------------------------------------------------------------------
+
+    def _reduce(self, action: Action) -> None:
+        """Gradients of a part (or, blocking, of all), zeros where this replica had no sample."""
+        stages = self.parts[::-1]
+        chosen = stages if action.part is None else [stages[action.part]]
+        assert action.version is not None
+        parameters = self.versions[action.version]
+        grads = []
+        for name in [name for part in chosen for name in part.names.values()]:
+            parameter = parameters[name]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grads.append(parameter.grad)
+        self.endpoint.reduce(action, grads[::-1])
+
+    def _step(self, action: Action) -> int:
+        """Returns the nanoseconds spent waiting for reductions."""
+        begin = perf_counter_ns()
+        if self.stage.replicas > 1:
+            self.endpoint.finish_reduce(action)
+        waited = perf_counter_ns() - begin
+        assert action.version is not None
+        gradients_of = action.version - 1
+        if self.keep_gradients:
+            self.last_gradients = {
+                name: parameter.grad.clone()
+                for name, parameter in self.versions[gradients_of].items()
+                if parameter.grad is not None
+            }
+        rate = learning_rate(
+            self.job.optimizer,
+            self.job.learning_rate,
+            self.first_step + action.unit,
+            self._steps_per_epoch,
+            self.job.epochs,
+        )
+        for group in self.versions.optimizer.param_groups:
+            group["lr"] = rate
+        self.versions.step(gradients_of)
+        return waited
+
+    # -- results ---------------------------------------------------------------------------
+
+    def accuracy(self) -> Accuracy:
+        """Of the evaluation just run, this rank's share."""
+        return Accuracy(int(self.correct), float(self.loss_sum), self.evaluated)
+
+    def loss_shares(self) -> dict[int, float]:
+        return {step: float(loss) for step, loss in self.losses.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Weights and optimizer state of this stage: replica 0 speaks for all."""
+        if self.replica:
+            return {"weights": {}, "optimizer": {}}
+        weights = {name: p.detach() for name, p in self.versions.current.items()}
+        return {"weights": weights, "optimizer": self.versions.optimizer_state()}
