@@ -160,7 +160,7 @@ class Job:
         )
         values["model"] = ModelSpec(**values["model"])
         optimizer = OptimizerSpec(**values["optimizer"])
-        values["optimizer"] = replace(optimizer, betas=tuple(optimizer.betas))
+        values["optimizer"] = replace(optimizer, betas=(optimizer.betas[0], optimizer.betas[1]))
         rate = LearningRate(**values["learning_rate"])
         values["learning_rate"] = replace(rate, milestones=tuple(rate.milestones))
         if values["bench"] is not None:

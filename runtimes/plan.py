@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 __all__ = ["Plan", "StagePlan", "share", "split"]
@@ -20,7 +21,7 @@ def split(samples: int, parts: int) -> tuple[tuple[int, int], ...]:
     bounds = [0]
     for i in range(parts):
         bounds.append(bounds[-1] + (samples + i) // parts)
-    return tuple(zip(bounds[:-1], bounds[1:], strict=True))
+    return tuple(pairwise(bounds))
 
 
 def share(samples: int, parts: int, index: int) -> tuple[int, int]:
@@ -62,7 +63,7 @@ class StagePlan:
     def parts(self) -> tuple[tuple[int, int], ...]:
         """Layer ranges of the backward's parts, in the order of the backward."""
         bounds = (self.first, *self.cuts, self.last)
-        return tuple(zip(bounds[:-1], bounds[1:], strict=True))[::-1]
+        return tuple(pairwise(bounds))[::-1]
 
 
 @dataclass(frozen=True)

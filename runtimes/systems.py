@@ -14,9 +14,7 @@ from runtimes.system import System
 
 __all__ = ["PEERS", "SYSTEMS", "get_system", "system_options"]
 
-SYSTEMS: dict[str, type[System]] = {
-    system.name: system for system in (DataParallel, GPipe, Dapple)
-}
+SYSTEMS: dict[str, type[System]] = {system.name: system for system in (DataParallel, GPipe, Dapple)}
 
 #: Implementations of others that run on the same model and data: (summary, our counterpart).
 PEERS: dict[str, tuple[str, str]] = {

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,11 @@ class ActionTimeoutError(RuntimeError):
     """An action waited longer than its time-out."""
 
 
+def _group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A new group; on ranks outside it a placeholder that they never use."""
+    return cast(dist.ProcessGroup, dist.new_group(list(ranks)))
+
+
 class _End:
     """This rank's end of the process groups."""
 
@@ -53,11 +58,12 @@ class _End:
         self.dtype: torch.dtype
         self.shapes: Sequence[Sequence[int]]
         # Every rank creates all groups, in the same order.
-        self.groups = {kind: dist.new_group() for kind in ("ACT", "GRAD")}
+        everyone = list(range(plan.world_size))
+        self.groups = {kind: _group(everyone) for kind in ("ACT", "GRAD")}
         self.replicas: dict[int, dist.ProcessGroup] = {}
         for number, stage in enumerate(plan.stages):
             if stage.replicas > 1:
-                self.replicas[number] = dist.new_group(list(stage.ranks))
+                self.replicas[number] = _group(stage.ranks)
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
         self._reductions: dict[int, list[tuple[dist.Work, Tensor, Sequence[Tensor]]]] = {}
 

@@ -20,7 +20,7 @@ from runtimes.job import Job, Task
 from runtimes.model.stack import LayerStack
 from runtimes.plan import Plan
 from runtimes.schedule import Program
-from runtimes.schedule.action import RECEIVES, Action, Op
+from runtimes.schedule.action import RECEIVES, Action
 from runtimes.schedule.program import Channel, channel
 from runtimes.system import System, evaluation_program
 from runtimes.systems import get_system

@@ -1,12 +1,12 @@
 """What a rank did and when, and where its wall time went.
 
-    compute        thread CPU time inside F, B and R
-    interference   wall − CPU time inside them: what background transfers (or neighbours) stole
-    communication  sends, and waits for a message after its sender had computed it
-    idle           waits for a message that its sender had not computed yet: the bubble
-    reduce         issuing reductions, and waiting for them before a step
-    optimizer      the step itself
-    overhead       the rest, so that the parts add up to the wall
+compute        thread CPU time inside F, B and R
+interference   wall − CPU time inside them: what background transfers (or neighbours) stole
+communication  sends, and waits for a message after its sender had computed it
+idle           waits for a message that its sender had not computed yet: the bubble
+reduce         issuing reductions, and waiting for them before a step
+optimizer      the step itself
+overhead       the rest, so that the parts add up to the wall
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Trace:
 
 def _key(action: Action, rank: int, peers: Mapping[tuple[int, int], int]) -> MessageKey:
     ahead = action.op in (Op.SEND_ACT, Op.RECV_GRAD)
-    assert action.peer is not None and action.interval is not None
+    assert action.peer is not None
+    assert action.interval is not None
     other = peers[action.stage + (1 if ahead else -1), action.peer]
     sends = action.op in (Op.SEND_ACT, Op.SEND_GRAD)
     kind = "ACT" if action.op in (Op.SEND_ACT, Op.RECV_ACT) else "GRAD"

@@ -90,7 +90,9 @@ class WeightVersions:
         self._free.extend(self._sets.values())
         self._sets, self._users, self.latest = {0: current}, {0: 0}, 0
 
-    def load(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Mapping[str, Any]]) -> None:
+    def load(
+        self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Mapping[str, Any]]
+    ) -> None:
         """Take over weights and optimizer state by parameter name (whatever plan wrote them)."""
         with torch.no_grad():
             for name, parameter in self.current.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter_ns, thread_time_ns
@@ -18,6 +17,7 @@ from torch.func import functional_call
 from runtimes.execution.criterion import cross_entropy_sum
 from runtimes.execution.engine import Accuracy, Feed
 from runtimes.execution.optimizer import build_optimizer, learning_rate
+from runtimes.execution.precision import autocast, dtype_of
 from runtimes.execution.trace import Trace
 from runtimes.execution.transport import Endpoint
 from runtimes.execution.versions import WeightVersions
@@ -27,12 +27,7 @@ from runtimes.schedule.action import RECEIVES, Action, Op
 from runtimes.schedule.program import Program
 from runtimes.system import System
 
-__all__ = ["Worker", "dtype_of"]
-
-
-def dtype_of(job: Job) -> torch.dtype:
-    """Of weights, gradients and messages; autocast changes only the computation inside layers."""
-    return torch.float64 if job.precision == "float64" else torch.float32
+__all__ = ["Worker"]
 
 
 @dataclass
@@ -84,7 +79,7 @@ class Worker:
         self.feed, self.endpoint, self.before = feed, endpoint, before
         self.stage_index, self.replica = task.plan.place(rank)
         self.stage = task.plan.stages[self.stage_index]
-        self.device, self.dtype = torch.device(job.device), dtype_of(job)
+        self.device, self.dtype = torch.device(job.device), dtype_of(job.precision)
         first, last = self.stage.first, self.stage.last
         self.module = stack.stage(first, last)
         self.module.random.seed = job.seed
@@ -196,11 +191,6 @@ class Worker:
             flight = self._flights[action.unit] = _Flight({}, step, samples)
         return flight
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.job.precision == "bf16":
-            return torch.autocast(self.device.type, torch.bfloat16)
-        return nullcontext()
-
     def _run(self, flight: _Flight, x: Tensor) -> Tensor:
         """Through the stage's layers, cutting the graph at the boundaries of the parts."""
         self.module.random.set(flight.step, flight.samples)
@@ -209,8 +199,10 @@ class Worker:
         for number, part in enumerate(self.parts):
             if grad and (number or not self.is_first):
                 x = x.detach().requires_grad_()
-            weights = {local: flight.parameters[name] for local, name in part.names.items()}
-            with self._autocast():
+            weights: dict[str, Tensor] = {
+                local: flight.parameters[name] for local, name in part.names.items()
+            }
+            with autocast(self.job.precision, self.device):
                 out: Tensor = functional_call(part, weights, (x,))
             if grad:
                 flight.pieces.append((x, out))
@@ -312,9 +304,7 @@ class Worker:
     def _mine(self, action: Action, tensor: Tensor) -> tuple[Tensor, bool]:
         """The part of this replica's tensor that a message carries, and whether it is the last."""
         assert action.interval is not None
-        low, high = self.program.share(
-            action.pipeline, self.stage_index, self.replica, action.unit
-        )
+        low, high = self.program.share(action.pipeline, self.stage_index, self.replica, action.unit)
         first, last = action.interval
         return tensor[first - low : last - low], last == high
 

@@ -1,6 +1,6 @@
 """Compute orders: what a stage computes, one after the other, before any communication.
 
-    s  stage, S  stages, M  units of a batch, K  forwards before the first backward
+s  stage, S  stages, M  units of a batch, K  forwards before the first backward
 """
 
 from __future__ import annotations

@@ -1,0 +1,88 @@
+"""A benchmark: several systems in one process group, measured alternately.
+
+Round i measures every system once, beginning with another one each time (A B C, B C A, …), so a
+drift of the machine's speed falls on all alike, and ratios are formed within a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+
+import torch.distributed as dist
+
+from runtimes.execution.engine import Engine, Feed, Segment, SegmentReport
+from runtimes.execution.events import EventLog
+from runtimes.execution.rehearsal import Rehearsal, Slice
+from runtimes.execution.training import gather, rank_entries
+from runtimes.job import Job, Task
+
+__all__ = ["run_benchmark", "schedule_bound"]
+
+
+def schedule_bound(stages: int, units: int, unit_s: float, step_s: float) -> float:
+    """Seconds a batch takes at least under a flush schedule: (M + S − 1) · max_s t_s + step.
+
+    ``unit_s`` is the slowest stage's forward and backward of one unit, ``step_s`` its optimizer's
+    step.  Communication, reduction and everything else count as free.
+    """
+    return (units + stages - 1) * unit_s + step_s
+
+
+def run_benchmark(
+    engines: Sequence[Engine],
+    job: Job,
+    run_dir: Path,
+    feed: Feed,
+    rehearsals: Sequence[Rehearsal],
+    note: Callable[[str], None],
+) -> None:
+    """``engines[i]`` runs ``job.tasks[i]``; rehearsal i measures that task's computation alone."""
+    spec = job.bench
+    assert spec is not None
+    log = EventLog(run_dir)
+    done = [0] * len(engines)
+
+    def train(index: int, steps: int) -> tuple[float, list[SegmentReport]]:
+        dist.barrier()
+        begin = perf_counter()
+        report = engines[index].train(Segment(done[index], (job.batch_size,) * steps))
+        # Up to the end of the last action, not of the reports' exchange that follows it.
+        wall = min(report.wall_s, perf_counter() - begin)
+        done[index] += steps
+        pairs: list[tuple[float, SegmentReport]] = gather((wall, report))
+        return max(wall for wall, _ in pairs), [report for _, report in pairs]
+
+    for index in range(len(engines)):
+        note(f"warm-up of {job.tasks[index].label}")
+        train(index, spec.warmup_steps)
+        if spec.bound:
+            rehearsals[index].measure(-1)
+    for number in range(spec.rounds):
+        for position in range(len(engines)):
+            index = (number + position) % len(engines)
+            task = job.tasks[index]
+            wall, reports = train(index, spec.steps)
+            bound = _bound(task, rehearsals[index], number, spec.steps) if spec.bound else None
+            event = {
+                "event": "round",
+                "task": task.label,
+                "round": number,
+                "position": position,
+                "steps": spec.steps,
+                "samples": spec.steps * job.batch_size,
+                "wall_s": wall,
+                "compute_bound_s": bound,
+                "ranks": rank_entries(task.plan, reports),
+            }
+            if dist.get_rank() == 0:
+                log.write([event])
+
+
+def _bound(task: Task, rehearsal: Rehearsal, number: int, steps: int) -> float:
+    """The schedule's own bound of ``steps`` batches, from slices measured in this round."""
+    everyone: list[Slice] = gather(rehearsal.measure(number))
+    unit = max(share.unit_s for share in everyone)
+    step = max(share.step_s for share in everyone)
+    return steps * schedule_bound(len(task.plan.stages), task.plan.micro_batches, unit, step)

@@ -1,0 +1,30 @@
+"""The record of a run as it happens: one JSON object a line, written by rank 0 at drains."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["EventLog"]
+
+
+class EventLog:
+    """Appends whole lines to events.jsonl, durable when :meth:`write` returns."""
+
+    def __init__(self, run_dir: Path):
+        self._path = run_dir / "events.jsonl"
+        self.lines = 0
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                self.lines = sum(1 for _ in file)
+
+    def write(self, events: Iterable[Mapping[str, Any]]) -> None:
+        text = [json.dumps(event) + "\n" for event in events]
+        with self._path.open("a") as file:
+            file.write("".join(text))
+            file.flush()
+            os.fsync(file.fileno())
+        self.lines += len(text)

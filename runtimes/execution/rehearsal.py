@@ -1,0 +1,102 @@
+"""A stage's computation alone: what a schedule's bound is made of.
+
+Measured by all ranks at the same time, with every core busy, in slices between the runs: a core
+that shares caches and memory with a busy neighbour is slower than an idle machine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from runtimes.execution.criterion import cross_entropy_sum
+from runtimes.execution.engine import Feed
+from runtimes.execution.optimizer import build_optimizer
+from runtimes.execution.precision import autocast, dtype_of
+from runtimes.job import Job, Task
+from runtimes.model.stack import LayerStack
+from runtimes.plan import split
+
+__all__ = ["Rehearsal", "Slice", "rehearsals"]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Mean seconds of a unit's forward and backward, and of an optimizer step, at one stage."""
+
+    unit_s: float
+    step_s: float
+
+
+class Rehearsal:
+    """This rank's stage of a task, on its largest unit, without any messages."""
+
+    def __init__(self, job: Job, task: Task, stack: LayerStack, feed: Feed, rank: int):
+        index, replica = task.plan.place(rank)
+        stage = task.plan.stages[index]
+        unit = split(job.batch_size, task.plan.micro_batches)[-1]
+        low, high = split(unit[1] - unit[0], stage.replicas)[replica]
+        self._units, self._recompute = task.plan.micro_batches, stage.recompute
+        self._precision, self._smoothing = job.precision, job.label_smoothing
+        device, dtype = torch.device(job.device), dtype_of(job.precision)
+        self._module = stack.stage(stage.first, stage.last)
+        self._module.random.seed = job.seed
+        self._module.materialise(
+            stack.initial_weights(stage.first, stage.last, job.seed, device, dtype)
+        )
+        self._samples = feed.indices(0)[: max(1, high - low)]
+        self._input = feed.images(self._samples, 0)
+        self._labels = feed.labels(self._samples)
+        if index:
+            shape = stack.output_shapes(self._input.shape[1:], dtype)[stage.first - 1]
+            self._input = torch.randn(len(self._samples), *shape, dtype=dtype, device=device)
+            self._input.requires_grad_()
+        self._is_last = index == len(task.plan.stages) - 1
+        self._optimizer = build_optimizer(self._module.parameters(), job.optimizer)
+        self._latest: tuple[int, Slice] | None = None
+
+    def measure(self, number: int) -> Slice:
+        """Of round ``number``: measured once, however many tasks share this rehearsal."""
+        if self._latest is None or self._latest[0] != number:
+            dist.barrier()
+            self._unit()
+            begin = perf_counter()
+            for _ in range(self._units):
+                self._unit()
+            middle = perf_counter()
+            self._optimizer.step()
+            end = perf_counter()
+            self._optimizer.zero_grad()
+            self._latest = (number, Slice((middle - begin) / self._units, end - middle))
+        return self._latest[1]
+
+    def _unit(self) -> None:
+        with torch.no_grad() if self._recompute else nullcontext():
+            out = self._forward()
+        if self._recompute:
+            out = self._forward()
+        torch.autograd.backward(out, None if self._is_last else torch.ones_like(out))
+        self._input.grad = None
+
+    def _forward(self) -> torch.Tensor:
+        self._module.random.set(0, np.asarray(self._samples))
+        with autocast(self._precision, self._input.device):
+            out: torch.Tensor = self._module(self._input)
+        if self._is_last:
+            out = cross_entropy_sum(out, self._labels, self._smoothing) / len(self._samples)
+        return out
+
+
+def rehearsals(job: Job, stack: LayerStack, feed: Feed, rank: int) -> Sequence[Rehearsal]:
+    """One for each task; tasks of the same plan share it."""
+    known: dict[object, Rehearsal] = {}
+    for task in job.tasks:
+        if task.plan not in known:
+            known[task.plan] = Rehearsal(job, task, stack, feed, rank)
+    return [known[task.plan] for task in job.tasks]

@@ -1,0 +1,55 @@
+"""A rank's life signs: the last action it began, readable after any death."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from runtimes.schedule.action import Action
+
+__all__ = ["StatusFile", "die_with_parent"]
+
+_SIZE = 128
+_PR_SET_PDEATHSIG = 1
+
+
+class StatusFile:
+    """A mapped file of fixed size: noting an action costs a copy, and survives SIGKILL."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w+b") as file:
+            file.truncate(_SIZE)
+            self._map = mmap.mmap(file.fileno(), _SIZE)
+
+    def note(self, what: Action | str) -> None:
+        text = str(what).encode()[:_SIZE]
+        self._map[:] = text.ljust(_SIZE)
+
+    @property
+    def text(self) -> str:
+        return self._map[:].decode().strip()
+
+
+def die_with_parent() -> None:
+    """Make the kernel kill this process when its parent dies, even by SIGKILL.
+
+    The thread is for a parent that died before the call, and for systems without prctl.
+    """
+    parent = os.getppid()
+    # Where there is no prctl, the thread below watches alone.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="parent watch").start()
