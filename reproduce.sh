@@ -8,7 +8,7 @@
 #   ./reproduce.sh test     check the code: ruff, mypy, import-linter, pytest.
 #
 # Hardware   2 CPU cores, 8 GB of memory, 8 GB of disk. No GPU, no key; network for pip only.
-# Time       installation about 3 minutes, once; tier "smoke" under 10 minutes on 2 cores;
+# Time       installation about 4 minutes, once; tier "smoke" under 10 minutes on 2 cores;
 #            the tests under 15 minutes. A run that is recorded as done is not repeated.
 #
 # Options (of `pipebench matrix`, which does the work):
@@ -95,7 +95,7 @@ install() {
     fi
     rm -f -- "$stamp"
     if has_lock "$venv/bin/python"; then
-        say "Installing the locked versions into .venv: about 3 minutes and 6 GB, once."
+        say "Installing the locked versions into .venv: about 4 minutes and 6 GB, once."
         pip --requirement "$lock"
         pip --no-deps --no-build-isolation --editable "$here"
     else

@@ -102,7 +102,7 @@ def clone(tmp_path: Path) -> Clone:
 def test_installs_once_then_runs_the_smoke_tier(clone: Clone) -> None:
     code, output, errors = clone.run()
     assert (code, output) == (0, "")
-    assert "about 3 minutes" in errors
+    assert "about 4 minutes" in errors
     assert clone.calls == [
         "python -m venv --clear .venv",
         "python -m pip install -qq --no-input --disable-pip-version-check "
