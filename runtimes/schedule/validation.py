@@ -379,17 +379,26 @@ class _DryRun:
 
     def explain(self, stuck: list[_Cursor]) -> None:
         """Name the cause of a standstill: a send that never comes, or a circle of waits."""
-        waiting = {cursor.stream.rank for cursor in stuck}
         for cursor in stuck:
             action = cursor.head
             assert action is not None
-            if action.op in RECEIVES and channel(action, self.plan).sender not in waiting:
+            if action.op in RECEIVES and not self.is_sent(action):
                 sender = channel(action, self.plan).sender
                 raise self.fail(3, cursor, action, f"rank {sender} has no send for it")
         waits = "; ".join(f"rank {cursor.stream.rank} at {cursor.head}" for cursor in stuck)
         action = stuck[0].head
         assert action is not None
         raise self.fail(6, stuck[0], action, f"deadlock, all wait: {waits}")
+
+    def is_sent(self, receive: Action) -> bool:
+        key = channel(receive, self.plan)
+        return any(
+            action.op in SENDS
+            and action.unit == receive.unit
+            and channel(action, self.plan) == key
+            for stream in self.program.of_rank(key.sender)
+            for action in stream
+        )
 
     def all_evaluated(self) -> None:
         for cursor in self.cursors:
