@@ -18,6 +18,7 @@
 #   --dry-run       say what would be done with each, start none
 #   --fresh         put earlier records of these runs aside and start over
 #   --jobs N        N untimed runs at a time; timed ones always run alone
+#   --set KEY=VALUE change a key of the configs, e.g. train.epochs=2; may be repeated
 #   --data-root DIR where CIFAR-100 and other data lie that pipebench does not make itself
 # What follows `test` goes to pytest:  ./reproduce.sh test -k validator
 #
@@ -150,8 +151,8 @@ while [ $# -gt 0 ]; do
             exit 0
             ;;
         --tier=*) tier= ;;
-        --only=* | --jobs=* | --data-root=* | --list | --dry-run | --fresh) ;;
-        --tier | --only | --jobs | --data-root)
+        --only=* | --jobs=* | --set=* | --data-root=* | --list | --dry-run | --fresh) ;;
+        --tier | --only | --jobs | --set | --data-root)
             [ $# -ge 2 ] || fail "$1 needs a value; see ./reproduce.sh --help"
             [ "$1" != --tier ] || tier=
             shift

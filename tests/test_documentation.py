@@ -103,7 +103,7 @@ def parse(words: list[str]) -> None:
     with command.make_context(words[0], words[1:]) as context:
         values = context.params
     if words[0] in {"run", "bench"}:
-        load(str(values["config"]), values.get("set") or values.get("settings") or ())
+        load(str(values["config"]), values["set_"] or ())
 
 
 def as_pipebench(words: list[str]) -> list[str] | None:

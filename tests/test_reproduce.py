@@ -130,8 +130,9 @@ def test_elsewhere_it_says_so_and_uses_the_ranges(clone: Clone) -> None:
 
 
 def test_options_are_handed_on(clone: Clone) -> None:
-    clone.run("--tier", "cifar100", "--only", "smoke/* b", "--jobs=2", "--fresh")
-    assert "pipebench matrix --tier cifar100 --only smoke/* b --jobs=2 --fresh" in clone.calls
+    given = "--tier", "cifar100", "--only", "smoke/* b", "--jobs=2", "--set", "a.b=c d", "--fresh"
+    clone.run(*given)
+    assert f"pipebench matrix {' '.join(given)}" in clone.calls
 
 
 @pytest.mark.parametrize("option", ["--list", "--dry-run"])
