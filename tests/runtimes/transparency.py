@@ -1,0 +1,250 @@
+"""Models, data and references of the transparency tests, for the test process and for ranks.
+
+A pipeline is transparent if its losses, gradients and weights are those of plain training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from runtimes.job import DataSpec, Job, LearningRate, ModelSpec, OptimizerSpec, Task
+from runtimes.model.stack import LayerStack
+from runtimes.plan import Plan
+from tests.oracles.synchronous import Batch, History, Recipe, train, vision_transformer
+
+__all__ = [
+    "EPOCH",
+    "LIMITS",
+    "ArrayFeed",
+    "Case",
+    "differences",
+    "initial_weights",
+    "job_of",
+    "reference",
+    "stack_of",
+]
+
+VIT: dict[str, Any] = {
+    "img_size": 8,
+    "patch_size": 4,
+    "in_chans": 1,
+    "num_classes": 4,
+    "embed_dim": 16,
+    "depth": 2,
+    "num_heads": 2,
+    "mlp_ratio": 2.0,
+}
+DROPS = {
+    "pos_drop_rate": 0.1,
+    "attn_drop_rate": 0.15,
+    "proj_drop_rate": 0.1,
+    "drop_path_rate": 0.3,
+    "drop_rate": 0.1,
+}
+
+
+def _widths() -> nn.Sequential:
+    """Every boundary has another shape; the first layers have no weights, and one is nested."""
+    return nn.Sequential(
+        nn.Dropout(0.1),
+        nn.Flatten(),
+        nn.Linear(64, 24),
+        nn.GELU(),
+        nn.Sequential(nn.Linear(24, 12), nn.Dropout(0.2)),
+        nn.LayerNorm(12),
+        nn.Linear(12, 20),
+        nn.Tanh(),
+        nn.Linear(20, 4),
+    )
+
+
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "vit": lambda: vision_transformer(**VIT),
+    "vit-drops": lambda: vision_transformer(**VIT, **DROPS),
+    "vit-registers": lambda: vision_transformer(
+        **VIT, **DROPS, reg_tokens=2, global_pool="avg", qk_norm=True, init_values=0.5
+    ),
+    "widths": _widths,
+}
+#: Three batches an epoch, the last of them smaller than most numbers of units and of replicas.
+EPOCH = (18, 18, 1)
+SAMPLES = sum(EPOCH)
+SEED = 2**32 + 11
+EPOCHS = 3
+#: Relative to the size of each tensor, by precision.
+LIMITS = {"float64": 1e-10, "float32": 1e-4}
+SGD = OptimizerSpec("sgd", lr=0.2, momentum=0.9, weight_decay=0.01)
+NESTEROV = OptimizerSpec("sgd", lr=0.1, momentum=0.8, nesterov=True)
+# A larger eps than usual: a key bias has no gradient but rounding, which AdamW divides by itself.
+ADAMW = OptimizerSpec("adamw", lr=0.01, weight_decay=0.1, betas=(0.8, 0.95), eps=1e-4)
+OPTIMIZERS = {"sgd": SGD, "nesterov": NESTEROV, "adamw": ADAMW}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train one of the models: everything but system, plan and segments decides the
+    reference."""
+
+    system: str
+    stages: int = 1
+    micro_batches: int = 1
+    replicas: tuple[int, ...] | None = None
+    recompute: bool = False
+    cuts: tuple[int, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    segments: tuple[tuple[int, ...], ...] = (EPOCH, (18, 18))
+    model: str = "vit-drops"
+    optimizer: str = "sgd"
+    precision: str = "float64"
+    smoothing: float = 0.1
+
+    def __str__(self) -> str:
+        words = [self.system, *(f"{key}={value}" for key, value in self.options)]
+        words += [f"S{self.stages}", f"M{self.micro_batches}"]
+        words += [f"R{'-'.join(map(str, self.replicas))}"] if self.replicas else []
+        words += ["recompute"] * self.recompute
+        words += [f"cuts{'-'.join(map(str, self.cuts))}"] if self.cuts else []
+        return " ".join([*words, self.model, self.optimizer, self.precision])
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size for segment in self.segments for size in segment)
+
+    @property
+    def plan(self) -> Plan:
+        return Plan.even(
+            len(stack_of(self.model)),
+            self.stages,
+            self.replicas,
+            micro_batches=self.micro_batches,
+            recompute=self.recompute,
+            cuts=self.cuts,
+        )
+
+
+@dataclass(frozen=True)
+class ArrayFeed:
+    """Shuffled anew every epoch, and brighter with the step, if ``augmented``.  A feed as any
+    other, but of plain arrays, which the reference gets too; ``data`` tells data sets apart."""
+
+    precision: str = "float64"
+    epoch_sizes: tuple[int, ...] = EPOCH
+    data: int = 0
+    augmented: bool = True
+
+    @property
+    def arrays(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        return _arrays(self.data)
+
+    def batch_sizes(self, epoch: int) -> tuple[int, ...]:
+        return self.epoch_sizes
+
+    def indices(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        epoch, position = divmod(step, len(self.epoch_sizes))
+        order = np.random.default_rng((epoch, 5)).permutation(SAMPLES)
+        first = sum(self.epoch_sizes[:position])
+        return order[first : first + self.epoch_sizes[position]]
+
+    def batch(self, step: int) -> Batch:
+        """The same once more, whole, for the reference."""
+        indices, (images, labels) = self.indices(step), self.arrays
+        return Batch(indices, images[indices] * self._gain(step), labels[indices])
+
+    def images(self, indices: np.ndarray[Any, Any], step: int) -> Tensor:
+        values = self.arrays[0][indices] * self._gain(step)
+        return torch.from_numpy(values).to(getattr(torch, self.precision))
+
+    def _gain(self, step: int) -> float:
+        return 1 + 0.1 * (step % 4) if self.augmented else 1.0
+
+    def labels(self, indices: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(self.arrays[1][indices])
+
+
+@cache
+def _arrays(data: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    generator = np.random.default_rng(data)
+    return generator.normal(size=(SAMPLES, 1, 8, 8)), generator.integers(0, 4, SAMPLES)
+
+
+@cache
+def stack_of(model: str) -> LayerStack:
+    return LayerStack.from_module(MODELS[model]())
+
+
+@cache
+def initial_weights(model: str) -> dict[str, Tensor]:
+    """Values larger than a usual initialisation's, so that every layer's effect is seen."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        state = MODELS[model]().double().state_dict()
+        return {name: value + 0.2 * torch.randn_like(value) for name, value in state.items()}
+
+
+def job_of(case: Case) -> Job:
+    """The rate falls to a half after the first epoch, so a wrong step index shows."""
+    return Job(
+        tasks=(Task("t", case.system, case.plan, dict(case.options)),),
+        model=ModelSpec("VisionTransformer"),
+        data=DataSpec("", ""),
+        batch_size=EPOCH[0],
+        epochs=EPOCHS,
+        seed=SEED,
+        label_smoothing=case.smoothing,
+        optimizer=OPTIMIZERS[case.optimizer],
+        learning_rate=LearningRate("step", milestones=(1.0,), gamma=0.5),
+        precision=case.precision,  # type: ignore[arg-type]
+    )
+
+
+def reference(case: Case) -> History:
+    """Plain training of the same batches; equal references are computed once."""
+    plain = replace(case, system="", stages=1, micro_batches=1, replicas=None, recompute=False)
+    return _reference(replace(plain, cuts=(), options=(), segments=(case.sizes,)))
+
+
+@cache
+def _reference(case: Case) -> History:
+    spec = OPTIMIZERS[case.optimizer]
+    recipe = Recipe(
+        spec.name,
+        momentum=spec.momentum,
+        nesterov=spec.nesterov,
+        weight_decay=spec.weight_decay,
+        betas=spec.betas,
+        eps=spec.eps,
+        label_smoothing=case.smoothing,
+        seed=SEED,
+    )
+    feed, steps = ArrayFeed(), range(len(case.sizes))
+    rates = [spec.lr if step < len(EPOCH) else spec.lr * 0.5 for step in steps]
+    dtype = getattr(torch, case.precision)
+    batches = [feed.batch(step) for step in steps]
+    return train(MODELS[case.model], initial_weights(case.model), recipe, batches, rates, dtype)
+
+
+def differences(
+    ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], limit: float
+) -> list[str]:
+    """The tensors that are further than ``limit`` apart, in the Euclidean norm, relative to the
+    reference; and the names that only one side has.
+
+    A tensor ten thousand times smaller than the largest counts as that big: the gradient of a
+    key's bias is 0 but for rounding, whoever computes it.
+    """
+    wrong = [f"{name}: on one side only" for name in sorted(ours.keys() ^ reference.keys())]
+    sizes = {name: float(value.double().norm()) for name, value in reference.items()}
+    least = 1e-4 * max(sizes.values(), default=0.0)
+    for name in ours.keys() & reference.keys():
+        error = float((ours[name].double() - reference[name].double()).norm())
+        # Written so that a NaN is a difference.
+        if not error <= limit * max(sizes[name], least):
+            wrong.append(f"{name}: off by {error:.2e} of {sizes[name]:.2e}, {limit:.0e} allowed")
+    return wrong
