@@ -275,7 +275,9 @@ class Worker:
         count = len(flight.pieces) if action.part is None else 1
         for _ in range(count):
             x, out = flight.pieces.pop()
-            torch.autograd.backward(out, flight.gradient)
+            # The first layers may have no weights (a Flatten): then there is nothing to compute.
+            if out.requires_grad:
+                torch.autograd.backward(out, flight.gradient)
             flight.gradient = x.grad
         if not flight.pieces:
             assert action.version is not None
