@@ -66,6 +66,8 @@ class WeightVersions:
         grads = {name: parameter.grad for name, parameter in source.items()}
         for parameter in source.values():
             parameter.grad = None
+        # A stashed set whose last gradients these were is free now, and may hold the new version.
+        self._retire()
         if self._users[self.latest] or self._retain:
             new = self._copy(old)
             self._move_optimizer(old, new)
@@ -131,5 +133,7 @@ class WeightVersions:
     def _retire(self) -> None:
         oldest_kept = self.latest - self._retain
         for version in [v for v, users in self._users.items() if v < oldest_kept and not users]:
-            self._free.append(self._sets.pop(version))
-            del self._users[version]
+            # Gradients that were not stepped yet live in the set they were computed with.
+            if all(parameter.grad is None for parameter in self._sets[version].values()):
+                self._free.append(self._sets.pop(version))
+                del self._users[version]
