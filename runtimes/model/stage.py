@@ -1,0 +1,65 @@
+"""A stage: consecutive layers of a model, cut out as a module of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from runtimes.model.keyed import RandomKey
+from runtimes.model.skeleton import fill, tensor_names
+
+__all__ = ["Stage"]
+
+
+class Stage(nn.Module):
+    """Layers [first, last), made by ``LayerStack.stage`` on the meta device, randomness keyed.
+
+    Run it with ``torch.func.functional_call(stage, {local name: tensor}, (x,))``, or fill it once
+    with :meth:`materialise`.  ``names`` leads from the stage's own names of all parameters and
+    buffers to those of the whole model's state dict (a tensor under several names has its first).
+    ``random`` is the key of the batch that is computed next: set it before each forward in
+    training mode.  A stage and its parts share modules and key, and belong to one thread.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], prefixes: Sequence[str], first: int, random: RandomKey
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.prefixes = tuple(prefixes)
+        self.first = first
+        self.last = first + len(layers)
+        self.random = random
+        self.names: dict[str, str] = {
+            f"layers.{number}.{name}": prefix + name
+            for number, (layer, prefix) in enumerate(zip(layers, prefixes, strict=True))
+            for name in tensor_names(layer)
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, …) input of layer ``first`` → (n, …) output of layer ``last - 1``."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def part(self, first: int, last: int) -> Stage:
+        """Layers [first, last), counted in the whole model, sharing modules and key with this."""
+        if not self.first <= first < last <= self.last:
+            raise ValueError(
+                f"layers [{first}, {last}) are no part of a stage of [{self.first}, {self.last})"
+            )
+        low, high = first - self.first, last - self.first
+        layers = list(self.layers)[low:high]
+        return Stage(layers, self.prefixes[low:high], first, self.random)
+
+    def materialise(self, weights: Mapping[str, Tensor]) -> None:
+        """Put copies of ``weights``, by names of the whole model, in the place of all parameters
+        and buffers.  Raises ValueError when one is missing or of another shape."""
+        missing = [name for name in self.names.values() if name not in weights]
+        if missing:
+            raise ValueError(
+                f"layers [{self.first}, {self.last}) need weights that are not given: "
+                f"{', '.join(missing)}"
+            )
+        fill(self, {key: weights[name].detach().clone() for key, name in self.names.items()})
