@@ -29,4 +29,4 @@ def set_multiplication(precision: Precision) -> None:
 
     Set for float32 too: torch's default lets convolutions use TF32, but not matrix products.
     """
-    torch.backends.fp32_precision = "tf32" if precision == "tf32" else "ieee"  # type: ignore[assignment]
+    torch.backends.fp32_precision = "tf32" if precision == "tf32" else "ieee"  # type: ignore[attr-defined]
