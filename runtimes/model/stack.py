@@ -38,6 +38,7 @@ class LayerStack:
             refuse_randomness(layer.module, layer.prefix)
         self.layers = tuple(layers)
         self.names = tuple(layer.name for layer in layers)
+        self._shapes: dict[tuple[tuple[int, ...], torch.dtype], tuple[tuple[int, ...], ...]] = {}
 
     @classmethod
     def from_module(cls, model: nn.Module) -> LayerStack:
@@ -80,6 +81,15 @@ class LayerStack:
         layers' classes do not tell: raises ValueError for a layer that draws random numbers by
         itself, changes its buffers, or does not keep the sample as first dimension.
         """
+        key = tuple(input_shape), dtype
+        # Every worker asks, and there may be many on one stack: a benchmark's, or virtual ones.
+        if key not in self._shapes:
+            self._shapes[key] = self._trial(*key)
+        return self._shapes[key]
+
+    def _trial(
+        self, input_shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], ...]:
         samples = 3  # more than one, and rarely the size of another dimension
         random = RandomKey(0)
         x = torch.empty((samples, *input_shape), dtype=dtype, device="meta")
