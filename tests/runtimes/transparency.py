@@ -6,7 +6,7 @@ A pipeline is transparent if its losses, gradients and weights are those of plai
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -21,10 +21,13 @@ from tests.oracles.synchronous import Batch, History, Recipe, train, vision_tran
 
 __all__ = [
     "EPOCH",
-    "LIMITS",
+    "MODELS",
+    "SAMPLES",
     "ArrayFeed",
     "Case",
+    "Outcome",
     "differences",
+    "faults",
     "initial_weights",
     "job_of",
     "reference",
@@ -127,6 +130,18 @@ class Case:
             recompute=self.recompute,
             cuts=self.cuts,
         )
+
+
+@dataclass
+class Outcome:
+    """What came of training by a case, merged over ranks: ``losses`` by step; by the last step of
+    each segment the ``gradients`` of every rank and the ``weights``; in the end the optimizer's
+    state by parameter and state name."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    gradients: dict[int, list[dict[str, Tensor]]] = field(default_factory=dict)
+    weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    optimizer: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -248,3 +263,35 @@ def differences(
         if not error <= limit * max(sizes[name], least):
             wrong.append(f"{name}: off by {error:.2e} of {sizes[name]:.2e}, {limit:.0e} allowed")
     return wrong
+
+
+def faults(case: Case, outcome: Outcome) -> list[str]:
+    """What of ``outcome`` differs from the reference: nothing, if all is well."""
+    history, limit = reference(case), LIMITS[case.precision]
+    found = []
+    for step, update in enumerate(history.updates):
+        loss = outcome.losses.get(step)
+        if loss is None or not abs(loss - update.loss) <= limit * update.loss:
+            found.append(f"loss of step {step}: {loss}, but {update.loss}")
+    last = -1
+    for segment in case.segments:
+        last += len(segment)
+        update, seen = history.updates[last], set()
+        for rank, gradients in enumerate(outcome.gradients[last]):
+            seen |= gradients.keys()
+            expected = {name: update.gradients[name] for name in gradients}
+            wrong = differences(gradients, expected, limit)
+            found += [f"gradient of step {last} on rank {rank}: {line}" for line in wrong]
+        found += [f"no gradient of {name}" for name in update.gradients.keys() - seen]
+        wrong = differences(outcome.weights[last], update.weights, limit)
+        found += [f"weight after step {last}: {line}" for line in wrong]
+    wrong = differences(_flat(outcome.optimizer), _flat(history.optimizer), limit)
+    return found + [f"optimizer's state: {line}" for line in wrong]
+
+
+def _flat(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    return {
+        f"{name}, {key}": torch.as_tensor(value)
+        for name, values in state.items()
+        for key, value in values.items()
+    }
