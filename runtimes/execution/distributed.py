@@ -280,7 +280,7 @@ class DistributedEngine:
         return self.worker.state()
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
-        self.worker.versions.load(state["weights"], state["optimizer"])
+        self.worker.load(state)
 
     def parameters(self) -> Sequence[torch.nn.Parameter]:
         return list(self.worker.versions.current.values())

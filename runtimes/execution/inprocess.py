@@ -198,4 +198,4 @@ class InProcess:
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
         for worker in self.workers:
-            worker.versions.load(state["weights"], state["optimizer"])
+            worker.load(state)

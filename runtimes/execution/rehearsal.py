@@ -45,8 +45,7 @@ class Rehearsal:
         self._units, self._recompute = task.plan.micro_batches, stage.recompute
         self._precision, self._smoothing = job.precision, job.label_smoothing
         device, dtype = torch.device(job.device), dtype_of(job.precision)
-        self._module = stack.stage(stage.first, stage.last)
-        self._module.random.seed = job.seed
+        self._module = stack.stage(stage.first, stage.last, job.seed)
         self._module.materialise(
             stack.initial_weights(stage.first, stage.last, job.seed, device, dtype)
         )

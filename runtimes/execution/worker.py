@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter_ns, thread_time_ns
@@ -81,12 +81,21 @@ class Worker:
         self.stage = task.plan.stages[self.stage_index]
         self.device, self.dtype = torch.device(job.device), dtype_of(job.precision)
         first, last = self.stage.first, self.stage.last
-        self.module = stack.stage(first, last)
-        self.module.random.seed = job.seed
+        self.module = stack.stage(first, last, job.seed)
         # In the order of the forward: the backward's parts, turned round.
         self.parts = [self.module.part(*part) for part in self.stage.parts[::-1]]
         weights = stack.initial_weights(first, last, job.seed, self.device, self.dtype)
-        self.versions = WeightVersions(weights, partial(build_optimizer, spec=job.optimizer))
+        trained = {
+            self.module.names[local]
+            for local, parameter in self.module.named_parameters()
+            if parameter.requires_grad
+        }
+        #: Buffers and frozen parameters: one copy, whatever the version.
+        self.constants = {name: w for name, w in weights.items() if name not in trained}
+        self.versions = WeightVersions(
+            {name: w for name, w in weights.items() if name in trained},
+            partial(build_optimizer, spec=job.optimizer),
+        )
         self.is_first = self.stage_index == 0
         self.is_last = self.stage_index == len(self.plan.stages) - 1
         self.trace = Trace(rank)
@@ -199,8 +208,9 @@ class Worker:
         for number, part in enumerate(self.parts):
             if grad and (number or not self.is_first):
                 x = x.detach().requires_grad_()
-            weights: dict[str, Tensor] = {
-                local: flight.parameters[name] for local, name in part.names.items()
+            weights = {
+                local: self.constants[name] if name in self.constants else flight.parameters[name]
+                for local, name in part.names.items()
             }
             with autocast(self.job.precision, self.device):
                 out: Tensor = functional_call(part, weights, (x,))
@@ -338,6 +348,8 @@ class Worker:
         parameters = self.versions[action.version]
         grads = []
         for name in [name for part in chosen for name in part.names.values()]:
+            if name in self.constants:
+                continue
             parameter = parameters[name]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -384,4 +396,13 @@ class Worker:
         if self.replica:
             return {"weights": {}, "optimizer": {}}
         weights = {name: p.detach() for name, p in self.versions.current.items()}
-        return {"weights": weights, "optimizer": self.versions.optimizer_state()}
+        return {
+            "weights": weights | self.constants,
+            "optimizer": self.versions.optimizer_state(),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take what this stage needs of a merged state, whatever plan wrote it."""
+        self.versions.load(state["weights"], state["optimizer"])
+        for name, constant in self.constants.items():
+            constant.copy_(state["weights"][name])
