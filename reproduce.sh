@@ -117,7 +117,7 @@ check() {
     "$venv/bin/ruff" check .
     "$venv/bin/ruff" format --check .
     "$venv/bin/mypy"
-    "$venv/bin/lint-imports"
+    "$venv/bin/lint-imports" --no-logo
     "$venv/bin/python" -m pytest "$@"
 }
 

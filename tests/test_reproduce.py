@@ -163,7 +163,7 @@ def test_checks_end_with_pytest_and_stop_at_the_first_failure(clone: Clone) -> N
         "ruff check .",
         "ruff format --check .",
         "mypy ",
-        "lint-imports ",
+        "lint-imports --no-logo",
         "python -m pytest -k validator",
     ]
     assert clone.run("test", BREAK="mypy", CODE="2")[0] == 2
