@@ -157,6 +157,8 @@ class _End:
                 assert work is not None
                 self._wait(work, action)
             return
+        if not tensors:  # A part without weights, on every replica alike.
+            return
         flat = _flatten_dense_tensors(tensors)
         work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None
