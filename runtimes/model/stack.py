@@ -141,7 +141,12 @@ class LayerStack:
 
 
 def _keyed_copy(layer: Layer, random: RandomKey) -> nn.Module:
-    return key_randomness(copy.deepcopy(layer.module), layer.prefix, random).train()
+    module = key_randomness(copy.deepcopy(layer.module), layer.prefix, random).train()
+    for part in module.modules():
+        # Written in place, the input of a stage would be lost to its sender or to recomputation.
+        if getattr(part, "inplace", False):
+            part.inplace = False  # type: ignore[assignment]
+    return module
 
 
 def _sequential_layers(model: nn.Module) -> tuple[Layer, ...]:
