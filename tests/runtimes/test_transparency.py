@@ -128,6 +128,12 @@ def test_other_vision_transformers(model: str) -> None:
     check(Case("dapple", 2, 5, model=model), Case("gpipe", 3, 2, model=model, recompute=True))
 
 
+@pytest.mark.parametrize("stages", [1, 3, 4])
+def test_layers_that_work_in_place(stages: int) -> None:
+    base = Case("gpipe", stages, 2, model="in-place", recompute=True)
+    check(base, replace(base, recompute=False), replace(base, replicas=(2,) * stages, cuts=(3, 5)))
+
+
 def test_in_single_precision() -> None:
     check(
         Case("gpipe", 2, 5, precision="float32"),

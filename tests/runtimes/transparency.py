@@ -68,6 +68,19 @@ def _widths() -> nn.Sequential:
     )
 
 
+def _in_place() -> nn.Sequential:
+    """Layers that overwrite their input, which at a cut somebody else may still need."""
+    return nn.Sequential(
+        nn.ELU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(64, 16),
+        nn.ELU(inplace=True),
+        nn.Linear(16, 8),
+        nn.Dropout(0.2, inplace=True),
+        nn.Linear(8, 4),
+    )
+
+
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "vit": lambda: vision_transformer(**VIT),
     "vit-drops": lambda: vision_transformer(**VIT, **DROPS),
@@ -75,6 +88,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
         **VIT, **DROPS, reg_tokens=2, global_pool="avg", qk_norm=True, init_values=0.5
     ),
     "widths": _widths,
+    "in-place": _in_place,
 }
 #: Three batches an epoch, the last of them smaller than most numbers of units and of replicas.
 EPOCH = (18, 18, 1)
