@@ -64,8 +64,9 @@ def task(record: Record) -> str:
     }
     regime = {key: train.get(key) for key in REGIME}
     epochs = train.get("epochs", record.epochs)
-    parts = [record.source, _section(config, "model"), data, regime, record.batch_size, epochs]
-    return json.dumps(parts, sort_keys=True, default=str)
+    device = _section(config, "launch").get("device")
+    learned = [_section(config, "model"), data, regime, record.batch_size, epochs, device]
+    return json.dumps([record.source, *learned], sort_keys=True, default=str)
 
 
 def describe(record: Record) -> dict[str, str]:

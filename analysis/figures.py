@@ -18,8 +18,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from analysis.accuracy import AGREEMENT, agreements, describe, relative_difference, task
-from analysis.records import PARTS, Record, load_records
-from analysis.throughput import PEERS, Comparison, Contender, compare, order
+from analysis.records import Record, load_records
+from analysis.throughput import PEERS, SHARES, Comparison, Contender, compare, order
 
 __all__ = ["FIGURES", "write_figure"]
 
@@ -49,7 +49,7 @@ OURS, THEIRS, INK = "#7ba3cc", "#ffffff", "#1d2733"
 # From dark to light and with hatches of their own, so that they differ in grey as well.
 PART_STYLES = dict(
     zip(
-        PARTS,
+        SHARES,
         (
             ("#1f4e79", ""),
             ("#c0504d", "xxx"),
@@ -58,6 +58,7 @@ PART_STYLES = dict(
             ("#7a8c5a", "..."),
             ("#ffffff", ""),
             ("#c9c9c9", ""),
+            ("#f1ece2", "|||"),
         ),
         strict=True,
     )
@@ -86,24 +87,26 @@ def write_figure(name: str, results_dir: Path, out_dir: Path) -> list[Path]:
         raise ValueError(f"unknown figure {name!r}: did you mean {' or '.join(near)}?")
     records = load_records(results_dir)
     chosen = [record for record in records if not record.source] or list(records)
-    out_dir.mkdir(parents=True, exist_ok=True)
     paths = [out_dir / f"{name}.pdf", out_dir / f"{name}.png"]
     with mpl.rc_context():
         mpl.rcdefaults()  # a matplotlibrc of the machine must not change the bytes
         mpl.rcParams.update(STYLE)
         figure = FIGURES[name](chosen)
+        out_dir.mkdir(parents=True, exist_ok=True)
         # Dates and versions are the only bytes that would differ from one run to the next.
         figure.savefig(paths[0], metadata={"CreationDate": None, "Producer": None, "Creator": None})
         figure.savefig(paths[1], metadata={"Software": None})
     return paths
 
 
-def _panels(count: int, single: float, height: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
+def _panels(
+    count: int, single: float, height: float, *, rows: int = 1, abreast: int = 2
+) -> tuple[Figure, list[Axes]]:
     """A figure of ``count`` panels of ``rows`` axes each, and these axes panel by panel.
 
-    One panel is ``single`` inches wide, several share the width of a page.
+    One panel is ``single`` inches wide, up to ``abreast`` of them share the width of a page.
     """
-    columns = count if count <= 3 else 2
+    columns = count if count <= abreast else 2
     lines = math.ceil(count / columns) * rows
     width = single if count == 1 else WIDTH_IN
     figure = Figure(figsize=(width, height * lines), layout="constrained")
@@ -153,7 +156,7 @@ def _throughput(records: Sequence[Record]) -> Figure:
     """Images/s: bar = median, line = its 95 % interval, dots = rounds."""
     comparisons = _measured(records)
     widest = max(len(item.contenders) for item in comparisons)
-    figure, axes = _panels(len(comparisons), max(3.4, 0.42 * widest + 0.8), 2.5)
+    figure, axes = _panels(len(comparisons), max(3.4, 0.42 * widest + 0.8), 2.5, abreast=3)
     for comparison, panel, heading in zip(comparisons, axes, _headings(comparisons), strict=True):
         _draw_speeds(panel, comparison)
         panel.set_title(heading, loc="left")
@@ -237,9 +240,9 @@ def _breakdown(records: Sequence[Record]) -> Figure:
     handles = [
         Patch(facecolor=color, hatch=hatch, edgecolor=INK, linewidth=0.5, label=part)
         for part, (color, hatch) in PART_STYLES.items()
+        if any(part in contender.shares for item in comparisons for contender in item.contenders)
     ]
-    columns = 4 if len(comparisons) == 1 else len(PARTS)
-    figure.legend(handles=handles, loc="outside upper center", ncols=columns, columnspacing=1.0)
+    figure.legend(handles=handles, loc="outside upper center", ncols=4, columnspacing=1.0)
     return figure
 
 
@@ -247,7 +250,7 @@ def _draw_shares(panel: Axes, comparison: Comparison) -> None:
     for place, contender in enumerate(comparison.contenders):
         left = 0.0
         for part, (color, hatch) in PART_STYLES.items():
-            width = contender.shares[part]
+            width = contender.shares.get(part, 0.0)
             panel.barh(
                 place,
                 width,
@@ -334,12 +337,13 @@ def _finish_losses(curves: Axes, differences: Axes, runs: Sequence[Record]) -> N
     )
     differences.annotate(
         f"limit in the first epoch: {AGREEMENT:g}",
-        (max(epoch, default=1), AGREEMENT),
-        xytext=(4, 0),
+        (0, AGREEMENT),
+        xytext=(3, 2),
         textcoords="offset points",
-        va="center",
+        va="bottom",
         fontsize=7,
     )
+    differences.margins(y=0.2)
     differences.set_yscale("log")
     differences.set_ylabel("largest |loss − dp| ÷ dp\nof each epoch")
     differences.set_xlabel("update")

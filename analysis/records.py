@@ -92,7 +92,8 @@ class Record:
 
     ``source`` is "" for a fresh run, else the path below reference/ that holds it.
     ``replicas`` is one number if all stages have as many, else one a stage, as in "2,1".
-    ``breakdown`` maps each rank to the seconds of each of :data:`PARTS`, averaged over rounds.
+    ``breakdown`` maps each rank to seconds, averaged over rounds: "wall", and those of
+    :data:`PARTS` that are known of the system.
     ``evidence`` is the class of its times.
     """
 
@@ -157,18 +158,22 @@ def _run_directories(results_dir: Path) -> Iterator[tuple[str, Path]]:
 
 def _load_directory(source: str, directory: Path) -> list[Record]:
     events = _read(directory / "events.jsonl", _events) or _Events()
-    config = _read(directory / "config.toml", lambda content: tomllib.loads(content.decode()))
+    config = _read(directory / "config.toml", _toml) or {}
 
-    def build(content: bytes) -> list[Record]:
-        return [_record(source, directory.name, json.loads(content), events, config or {})]
+    def finished(content: bytes) -> list[Record]:
+        return [_record(source, directory.name, json.loads(content.decode()), events, config)]
 
-    finished = _read(directory / "result.json", build)
-    if finished is not None:
-        return finished
-    return (
-        _read(directory / "config.toml", lambda _: _unfinished(directory, config or {}, events))
-        or []
-    )
+    def unfinished(content: bytes) -> list[Record]:
+        return _unfinished(directory, _toml(content), events)
+
+    records = _read(directory / "result.json", finished)
+    if records is None:
+        records = _read(directory / "config.toml", unfinished)
+    return records or []
+
+
+def _toml(content: bytes) -> dict[str, Any]:
+    return tomllib.loads(content.decode())
 
 
 def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:
@@ -202,10 +207,12 @@ def _events(content: bytes) -> _Events:
             raise ValueError(f"line {number} is not JSON") from None
         try:
             if event["event"] == "step":
-                steps.append(Step(event["step"], event["epoch"], _loss(event["loss"])))
+                index, epoch = _value(event, "step", int), _value(event, "epoch", int)
+                steps.append(Step(index, epoch, _loss(event["loss"])))
             elif event["event"] == "evaluation":
-                updates, epoch = event["step"], event["epoch"]
-                evaluations.append(Evaluation(updates, epoch, float(event["accuracy"])))
+                updates, epoch = _value(event, "step", int), _value(event, "epoch", int)
+                accuracy = _value(event, "accuracy", float)
+                evaluations.append(Evaluation(updates, epoch, accuracy))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"line {number} is not a valid event: {error!r}") from None
     return _Events(tuple(steps), tuple(evaluations))
@@ -229,31 +236,45 @@ def _record(
         known = ", ".join(STATUSES)
         raise ValueError(f"unknown status {result['status']!r}: one of {known}")
     return Record(
-        id=result.get("id", identity),
+        id=_value(result, "id", str, identity),
         source=source,
-        name=result["name"],
-        kind=result["kind"],
-        system=result["system"],
-        label=result.get("label") or result["system"],
-        seed=result["seed"],
+        name=_value(result, "name", str),
+        kind=_value(result, "kind", str),
+        system=_value(result, "system", str),
+        label=_value(result, "label", str, result["system"]),
+        seed=_value(result, "seed", int),
         status=result["status"],
-        error=result.get("error"),
-        evidence=Evidence.parse(result["evidence"]),
-        machine=result.get("machine") or {},
-        batch_size=result["batch_size"],
-        micro_batches=result["micro_batches"],
-        stages=result["stages"],
+        error=_optional(result, "error", str),
+        evidence=Evidence.parse(_value(result, "evidence", str)),
+        machine=_value(result, "machine", dict, {}),
+        batch_size=_value(result, "batch_size", int),
+        micro_batches=_value(result, "micro_batches", int),
+        stages=_value(result, "stages", int),
         replicas=_replicas(result["replicas"]),
-        bench_id=result.get("bench_id"),
-        epochs=result.get("epochs"),
-        final_loss=result.get("final_loss"),
-        accuracy=result.get("accuracy"),
-        rounds=tuple(_round(entry) for entry in result.get("rounds") or ()),
-        breakdown=_breakdown(result.get("breakdown") or {}),
+        bench_id=_optional(result, "bench_id", str),
+        epochs=_optional(result, "epochs", int),
+        final_loss=_optional(result, "final_loss", float),
+        accuracy=_optional(result, "accuracy", float),
+        rounds=tuple(_round(entry) for entry in _value(result, "rounds", list, [])),
+        breakdown=_breakdown(_value(result, "breakdown", dict, {})),
         steps=events.steps,
         evaluations=events.evaluations,
         config=config,
     )
+
+
+def _value(entry: Mapping[str, Any], key: str, kind: type[T], missing: T | None = None) -> T:
+    """``entry[key]``, which must be of that kind; a whole number is a float as well."""
+    value = entry[key] if missing is None else entry.get(key, missing)
+    if kind is float and isinstance(value, int):
+        value = float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{key} is {value!r}, but must be of type {kind.__name__}")
+    return value
+
+
+def _optional(entry: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
+    return None if entry.get(key) is None else _value(entry, key, kind)
 
 
 def _replicas(value: int | list[int]) -> str:
@@ -309,11 +330,11 @@ def _begun(
 
 def _round(entry: Mapping[str, Any]) -> Round:
     timed = Round(
-        index=entry["round"],
-        position=entry["position"],
-        wall_s=float(entry["wall_s"]),
-        samples=entry["samples"],
-        compute_bound_s=entry.get("compute_bound_s"),
+        index=_value(entry, "round", int),
+        position=_value(entry, "position", int),
+        wall_s=_value(entry, "wall_s", float),
+        samples=_value(entry, "samples", int),
+        compute_bound_s=_optional(entry, "compute_bound_s", float),
     )
     if timed.wall_s <= 0:
         raise ValueError(f"round {timed.index} took {timed.wall_s} s, but time must be positive")
@@ -321,9 +342,8 @@ def _round(entry: Mapping[str, Any]) -> Round:
 
 
 def _breakdown(entry: Mapping[str, Any]) -> Mapping[int, Mapping[str, float]]:
-    """Empty for a rank without an account of its time."""
+    """Of each rank "wall" and the parts that are known; torch's schedules do not tell all."""
     return {
-        int(rank): {part: float(seconds[part]) for part in PARTS}
+        int(rank): {part: float(seconds[part]) for part in ("wall", *PARTS) if part in seconds}
         for rank, seconds in entry.items()
-        if seconds
     }

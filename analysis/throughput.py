@@ -26,6 +26,7 @@ from analysis.statistics import (
 __all__ = [
     "AGAIN",
     "PEERS",
+    "SHARES",
     "Comparison",
     "Contender",
     "compare",
@@ -40,6 +41,10 @@ PEERS = {"dp": "torch-ddp", "gpipe": "torch-gpipe", "dapple": "torch-1f1b"}
 """The peer that runs the same schedule."""
 AGAIN = "-again"
 """The second label of a system that is measured twice: ``X`` and ``X-again`` are an A/A pair."""
+UNATTRIBUTED = "unattributed"
+"""The wall time left by the parts that are known of a system: torch's schedules do not say when
+they wait, and for what."""
+SHARES = (*PARTS, UNATTRIBUTED)
 
 ORDER = tuple(name for pair in PEERS.items() for name in pair)
 
@@ -50,7 +55,7 @@ class Contender:
 
     ``to_dp`` and ``to_peer`` are ratios of images/s paired by round: above 1 is faster.
     ``of_bound`` is compute_bound_s ÷ wall_s paired by round: 1 is as fast as the schedule can be.
-    ``shares`` are the parts of the wall time as fractions, averaged over ranks.
+    ``shares`` are the parts of the wall time as fractions, averaged over ranks; they add up to 1.
     """
 
     record: Record
@@ -147,14 +152,19 @@ def _share_of_bound(record: Record) -> Estimate | None:
 
 
 def _shares(breakdown: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """Fractions of each rank's wall time, averaged over ranks; the parts add up to the wall."""
-    accounts = [parts for parts in breakdown.values() if sum(parts.values()) > 0]
-    if not accounts:
+    """Fractions of each rank's wall time, averaged over ranks, of the parts known of every rank;
+    :data:`UNATTRIBUTED` is what they leave of it, if a part is unknown.  Together they are 1."""
+    ranks = list(breakdown.values())
+    known = [part for part in PARTS if ranks and all(part in seconds for seconds in ranks)]
+    if not known:
         return {}
-    return {
-        part: statistics.fmean(parts[part] / sum(parts.values()) for parts in accounts)
-        for part in PARTS
+    shares = {
+        part: statistics.fmean(seconds[part] / seconds["wall"] for seconds in ranks)
+        for part in known
     }
+    if len(known) < len(PARTS):
+        shares[UNATTRIBUTED] = 1 - sum(shares.values())
+    return shares
 
 
 def _candidates(record: Record, field: Sequence[Record], system: str) -> list[Record]:
@@ -218,10 +228,10 @@ def _table(comparison: Comparison) -> Table:
         f"Wall time: {heading}",
         "Percent of the wall time, mean over ranks and rounds. Compute is CPU time; interference "
         "is what background transfers take from it; communication is the exposed part; idle is "
-        "waiting for another rank's work.",
+        "waiting for another rank's work; unattributed is what is left where parts are unknown.",
         (
             Column("system", lambda row: str(row["label"]), numeric=False),
-            *(Column(part, _part(part)) for part in PARTS),
+            *(Column(part, _part(part)) for part in SHARES),
         ),
         rows=lambda row: row["compute_fraction_of_wall"] is not None,
     )
@@ -256,7 +266,7 @@ def _row(contender: Contender, comparison: Comparison) -> Row:
         **_estimate("ratio_to_peer", contender.to_peer),
         "ratio_to_peer_reading": _reading(contender.to_peer, floor),
         **_estimate("share_of_bound", contender.of_bound),
-        **{f"{part}_fraction_of_wall": contender.shares.get(part) for part in PARTS},
+        **{f"{part}_fraction_of_wall": contender.shares.get(part) for part in SHARES},
         "aa_floor_half_width": floor.half_width if floor else None,
         "aa_floor_reach": floor.reach if floor else None,
         "error": record.error,
