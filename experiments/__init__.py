@@ -1,0 +1,1 @@
+"""Experiments: configs, the command line, the launcher, data, tracking and run records."""

@@ -1,0 +1,203 @@
+"""The command line: results to stdout, progress and errors to stderr, how it went as exit code.
+
+Nothing heavy is imported before a command needs it: `pipebench --help` is to answer at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from experiments.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from experiments.commands import Answer
+
+__all__ = ["app", "main"]
+
+DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 3
+
+# Of all usage errors, by a public name: where typer keeps the class differs between its versions.
+_UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
+_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EEXIST)
+
+app = typer.Typer(
+    name="pipebench",
+    help="Pipeline-parallel training systems, run, measured and compared.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigName = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="Name, as of `matrix --list`, or path of a config.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key, e.g. train.epochs=2."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Archive earlier records and start over.")]
+DataRoot = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="Where CIFAR-100 or Fashion-MNIST lies (data.root)."),
+]
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    sys.exit(_guarded())
+
+
+def _guarded() -> int:
+    try:
+        code = app(standalone_mode=False)
+        sys.stdout.flush()
+    except UserError as error:
+        return _wrong(one_line(error))
+    except _UsageError as error:
+        said: Any = error
+        return _wrong(f"{one_line(said.format_message()).rstrip('.')}; see pipebench --help")
+    except (KeyboardInterrupt, typer.Abort):
+        sys.stderr.write("interrupted: the same command goes on from here\n")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of stdout has gone, as `head` does; say no more, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        reason = (error.strerror or str(error)).lower()
+        return _wrong(f"cannot write {error.filename or 'results'}: {reason}")
+    return code if isinstance(code, int) else DONE
+
+
+def _wrong(text: str) -> int:
+    sys.stderr.write(f"error: {text}\n")
+    return WRONG
+
+
+def _show(answer: Answer, as_json: bool) -> int:
+    text = json.dumps(answer.document, indent=1) if as_json else answer.text.rstrip("\n")
+    sys.stdout.write(f"{text}\n")
+    return answer.code
+
+
+def _with_root(settings: Sequence[str] | None, data_root: str | None) -> list[str]:
+    # As a JSON string, which TOML reads too, so that no directory's name is taken for a number.
+    root = [] if data_root is None else [f"data.root={json.dumps(data_root)}"]
+    return [*(settings or ()), *root]
+
+
+@app.command()
+def run(
+    config: ConfigName,
+    set_: Settings = None,
+    data_root: DataRoot = None,
+    fresh: Fresh = False,
+    json_: Json = False,
+) -> int:
+    """Train one config: once a seed; what is recorded as done is not repeated."""
+    from experiments.commands import run_configs
+    from experiments.loading import load_runs
+
+    return _show(run_configs(load_runs(config, _with_root(set_, data_root)), fresh=fresh), json_)
+
+
+@app.command()
+def bench(
+    config: ConfigName,
+    set_: Settings = None,
+    data_root: DataRoot = None,
+    fresh: Fresh = False,
+    json_: Json = False,
+) -> int:
+    """Measure the systems of one config alternately, in one launch."""
+    from experiments.commands import run_configs
+    from experiments.loading import load
+
+    found = load(config, _with_root(set_, data_root))
+    if found.kind != "bench":
+        raise UserError(f"{found.name} has no [bench] section: train it with `pipebench run`")
+    return _show(run_configs([found], fresh=fresh), json_)
+
+
+@app.command()
+def matrix(
+    tier: Annotated[str, typer.Option(metavar="T", help="Which configs: those of this tier.")],
+    only: Annotated[
+        str | None, typer.Option(metavar="GLOB", help="Of these, the ones so named.")
+    ] = None,
+    set_: Settings = None,
+    data_root: DataRoot = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Runs at a time; timed ones run alone.")
+    ] = 1,
+    list_: Annotated[bool, typer.Option("--list", help="List the runs and start none.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")
+    ] = False,
+    fresh: Fresh = False,
+    json_: Json = False,
+) -> int:
+    """Run all configs of a tier; failures are rows, and keep no other from running."""
+    from experiments.commands import list_matrix, plan_matrix, run_matrix
+    from experiments.matrix import select
+
+    entries = select(tier, only, _with_root(set_, data_root))
+    if list_:
+        return _show(list_matrix(entries), json_)
+    if dry_run:
+        return _show(plan_matrix(entries, fresh=fresh), json_)
+    return _show(run_matrix(entries, fresh=fresh, jobs=jobs), json_)
+
+
+@app.command()
+def systems(json_: Json = False) -> int:
+    """List the systems, their options, and the peers they are measured against."""
+    from experiments.commands import list_systems
+
+    return _show(list_systems(), json_)
+
+
+@app.command()
+def schedule(
+    system: Annotated[str, typer.Argument(metavar="SYSTEM", help="As of `pipebench systems`.")],
+    stages: Annotated[int, typer.Option(min=1, metavar="S")],
+    units: Annotated[int, typer.Option(min=1, metavar="M", help="Micro-batches of a batch.")],
+    replicas: Annotated[int, typer.Option(min=1, metavar="R", help="Of every stage.")] = 1,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="OPTION=VALUE", help="An option of it, e.g. policy=B."),
+    ] = None,
+    json_: Json = False,
+) -> int:
+    """Draw what each rank does in one batch: a backward takes twice a forward's time."""
+    from experiments.commands import draw_schedule
+
+    return _show(draw_schedule(system, set_ or (), stages, units, replicas), json_)
+
+
+@app.command()
+def tables(json_: Json = False) -> int:
+    """Print the tables of all records, and write them beside the runs."""
+    from experiments.commands import make_tables
+
+    return _show(make_tables(), json_)
+
+
+@app.command()
+def figure(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="E.g. throughput.")],
+    json_: Json = False,
+) -> int:
+    """Draw a figure of all records, as PDF and PNG, and print where it is."""
+    from experiments.commands import draw_figure
+
+    return _show(draw_figure(name), json_)

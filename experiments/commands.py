@@ -1,0 +1,157 @@
+"""What each command does, apart from parsing its words and printing its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.config import Config
+from experiments.errors import UserError, one_line
+from experiments.interruption import Interruption
+from experiments.matrix import Entry, exit_code, run_all
+from experiments.overrides import parse_setting
+from experiments.paths import results_root
+from experiments.progress import Progress
+from experiments.reports import (
+    columns,
+    configs_document,
+    matrix_document,
+    result_line,
+    row_lines,
+    runs_document,
+    schedule_document,
+    systems_document,
+    systems_text,
+)
+from experiments.store import Store
+
+__all__ = [
+    "Answer",
+    "draw_figure",
+    "draw_schedule",
+    "list_matrix",
+    "list_systems",
+    "make_tables",
+    "plan_matrix",
+    "run_configs",
+    "run_matrix",
+]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of a command: as data with a "schema", as text, and as exit code."""
+
+    document: Mapping[str, Any]
+    text: str
+    code: int = 0
+
+
+def run_configs(configs: Sequence[Config], *, fresh: bool) -> Answer:
+    """Run them one after the other; all are checked before the first starts."""
+    from experiments.runner import execute, prepare
+
+    store, progress, interruption = Store(results_root()), Progress(), Interruption()
+    interruption.install()
+    store.check()
+    results: list[dict[str, Any]] = []
+    ready = [prepare(config) for config in configs]
+    with interruption.deferred() as stop:
+        for prepared in ready:
+            if not stop.is_set():
+                results += execute(prepared, store, fresh=fresh, stop=stop, progress=progress)
+    lines = [result_line(result, store.root / "runs") for result in results]
+    statuses = [str(result["status"]) for result in results]
+    if len(results) < len(configs):
+        statuses.append("interrupted")
+    return Answer(runs_document(results), columns(lines), exit_code(statuses))
+
+
+def list_matrix(entries: Sequence[Entry]) -> Answer:
+    text = columns([[entry.title, entry.config.kind] for entry in entries])
+    return Answer(configs_document(entries, {}), text)
+
+
+def plan_matrix(entries: Sequence[Entry], *, fresh: bool) -> Answer:
+    """What :func:`run_matrix` would do; it writes nothing."""
+    from experiments.runner import intent, prepare
+
+    store = Store(results_root())
+    intents = {}
+    for entry in entries:
+        try:
+            intents[entry.title] = intent(prepare(entry.config), store, fresh=fresh)
+        except UserError as error:
+            intents[entry.title] = f"refuse: {one_line(error)}"
+    text = columns([[title, what] for title, what in intents.items()])
+    return Answer(configs_document(entries, intents), text)
+
+
+def run_matrix(entries: Sequence[Entry], *, fresh: bool, jobs: int) -> Answer:
+    """Run them, up to ``jobs`` at a time; all are checked before the first starts."""
+    from experiments.runner import Prepared, execute, prepare
+
+    store, progress, interruption = Store(results_root()), Progress(), Interruption()
+    interruption.install()
+    store.check()
+    ready: dict[str, Prepared | UserError] = {}
+    for entry in entries:
+        try:
+            ready[entry.title] = prepare(entry.config)
+        except UserError as error:
+            ready[entry.title] = error
+
+    def run(entry: Entry) -> list[dict[str, Any]]:
+        prepared = ready[entry.title]
+        if isinstance(prepared, UserError):
+            raise prepared
+        return execute(prepared, store, fresh=fresh, stop=stop, progress=progress)
+
+    with interruption.deferred() as stop:
+        rows = run_all(entries, run, jobs=jobs, stop=stop)
+    text = columns([line for row in rows for line in row_lines(row)])
+    return Answer(matrix_document(rows), text, exit_code([row.status for row in rows]))
+
+
+def list_systems() -> Answer:
+    document = systems_document()
+    return Answer(document, systems_text(document))
+
+
+def draw_schedule(
+    system: str, settings: Sequence[str], stages: int, units: int, replicas: int
+) -> Answer:
+    options = {".".join(path): value for path, value in map(parse_setting, settings)}
+    document = schedule_document(system, options, stages, units, replicas)
+    return Answer(document, "\n".join(document["grid"]))
+
+
+@contextmanager
+def _records() -> Iterator[None]:
+    """The analysis knows the user's errors as ValueErrors."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(one_line(error)) from None
+
+
+def make_tables() -> Answer:
+    from analysis.tables import print_tables, tables_document, write_tables
+
+    root = results_root()
+    with _records():
+        document, text = tables_document(root), print_tables(root)
+        write_tables(root, root / "tables")
+    return Answer(document, text)
+
+
+def draw_figure(name: str) -> Answer:
+    from analysis.figures import write_figure
+
+    root = results_root()
+    with _records():
+        paths = [str(path) for path in write_figure(name, root, root / "figures")]
+    document = {"schema": "pipebench.figure/1", "name": name, "files": paths}
+    return Answer(document, "\n".join(paths))

@@ -1,0 +1,182 @@
+"""From a config's name or path to checked configs, one a run."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from experiments.config import Config
+from experiments.errors import UserError, did_you_mean, one_line
+from experiments.overrides import apply_scale, merged, parse_setting, with_settings
+from experiments.paths import CONFIGS
+
+__all__ = ["config_names", "find_config", "load", "load_runs", "tiers"]
+
+
+def config_names() -> list[str]:
+    """Names of all configs that run; files called base-… are only for others to extend."""
+    files = [file for file in CONFIGS.rglob("*.toml") if not file.stem.startswith("base-")]
+    return sorted(file.relative_to(CONFIGS).with_suffix("").as_posix() for file in files)
+
+
+def tiers() -> list[str]:
+    return sorted({tier for name in config_names() for tier in load(name).tiers})
+
+
+def find_config(name_or_path: str) -> Path:
+    """The file of a config given by its path, or by its name as in `matrix --list`."""
+    path = Path(name_or_path)
+    if path.suffix == ".toml":
+        if not path.is_file():
+            raise UserError(f"no config file {name_or_path}")
+        return path.absolute()
+    file = CONFIGS / f"{name_or_path}.toml"
+    if name_or_path not in config_names():
+        raise UserError(
+            f"unknown config {name_or_path!r}{did_you_mean(name_or_path, config_names())}"
+        )
+    return file
+
+
+def load(name_or_path: str, settings: Sequence[str] = ()) -> Config:
+    """The config with ``settings`` ("a.b=c") applied; of several seeds it still is one.
+
+    Raises UserError, in one line that names key and file, for whatever cannot be.
+    """
+    file = find_config(name_or_path)
+    shown = _shown(file)
+    whole = _read(file, ())
+    given = [parse_setting(text) for text in settings]
+    scales = [value for path, value in given if path == ("scale",)]
+    document = apply_scale(whole, str(scales[-1]) if scales else None, shown)
+    document = with_settings(document, [entry for entry in given if entry[0] != ("scale",)])
+    document = {"name": _name(file), **document}
+    document["scales"] = () if scales else tuple(whole.get("scales", ()))
+    try:
+        config = Config.model_validate(document)
+    except ValidationError as error:
+        raise UserError(_in_words(error, shown)) from None
+    _check_systems(config, shown)
+    return config
+
+
+def load_runs(name_or_path: str, settings: Sequence[str] = ()) -> list[Config]:
+    """One config a run: the seeds of ``train.seeds`` become runs of their own."""
+    config = load(name_or_path, settings)
+    if config.train.seeds is None:
+        return [config]
+    return [
+        config.model_copy(
+            update={"train": config.train.model_copy(update={"seed": seed, "seeds": None})}
+        )
+        for seed in config.train.seeds
+    ]
+
+
+def _name(file: Path) -> str:
+    inside = file.is_relative_to(CONFIGS)
+    return file.relative_to(CONFIGS).with_suffix("").as_posix() if inside else file.stem
+
+
+def _shown(file: Path) -> str:
+    return f"configs/{_name(file)}.toml" if file.is_relative_to(CONFIGS) else str(file)
+
+
+def _read(file: Path, below: tuple[Path, ...]) -> dict[str, Any]:
+    """The file's tables, on top of those of the file that it ``extends`` (a name beside it)."""
+    try:
+        document = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {_shown(file)}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{_shown(file)} is not TOML: {one_line(error)}") from None
+    extends = document.pop("extends", None)
+    if extends is None:
+        return document
+    base = file.parent / f"{extends}.toml"
+    if not base.is_file():
+        raise UserError(f"{_shown(file)} extends {extends!r}, but there is no {_shown(base)}")
+    if base in below:
+        raise UserError(f"{_shown(file)} extends itself, by way of {_shown(base)}")
+    return merged(_read(base, (*below, file)), document)
+
+
+def _check_systems(config: Config, file: str) -> None:
+    # Imported here: schedules are pure Python, but the listing of configs needs none of them.
+    from runtimes.systems import PEERS, SYSTEMS, get_system
+
+    for contender in config.contenders():
+        name = contender.system
+        if name in SYSTEMS:
+            try:
+                get_system(name, contender.options)
+            except ValueError as error:
+                raise UserError(f"{file}: {one_line(error)}") from None
+        elif name not in PEERS:
+            hint = did_you_mean(name, [*SYSTEMS, *PEERS])
+            raise UserError(f"{file}: unknown system {name!r}{hint}")
+        elif contender.options:
+            given = ", ".join(contender.options)
+            raise UserError(f"{file}: {name} is a peer without options, not {given}")
+
+
+def _in_words(error: ValidationError, file: str) -> str:
+    """The first of pydantic's complaints, which names its key, its value and what may be."""
+    details = error.errors()
+    more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
+    return f"{file}: {_complaint(details[0])}{more}"
+
+
+def _complaint(detail: ErrorDetails) -> str:
+    *above, last = detail["loc"] or ("config",)
+    key = ".".join(str(part) for part in detail["loc"])
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        known = _keys_at(Config, above)
+        section = f" in [{'.'.join(str(part) for part in above)}]" if above else ""
+        return f"unknown key {last!r}{section}{did_you_mean(str(last), known)}"
+    if kind == "missing":
+        return f"{key} is missing"
+    if kind == "value_error":
+        said = one_line(context["error"])
+        return f"{key}: {said}" if key else said
+    if kind == "literal_error":
+        known = [
+            choice.strip(" '") for choice in context["expected"].replace(" or ", ",").split(",")
+        ]
+        return f"{key} is {value!r}, which is unknown{did_you_mean(str(value), known)}"
+    limits = {
+        "greater_than_equal": ("at least", "ge"),
+        "greater_than": ("above", "gt"),
+        "less_than_equal": ("at most", "le"),
+        "less_than": ("below", "lt"),
+    }
+    if kind in limits:
+        words, name = limits[kind]
+        return f"{key} is {value!r}, but must be {words} {context[name]}"
+    return f"{key} is {value!r}: {one_line(detail['msg'])}"
+
+
+def _keys_at(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
+    """The keys that the section at ``path`` has."""
+    here: Any = model
+    for part in path:
+        if isinstance(part, str):
+            here = here.model_fields[part].annotation
+        sections = [kind for kind in (here, *_arguments(here)) if _is_section(kind)]
+        here = sections[0]
+    names: Mapping[str, Any] = here.model_fields
+    return list(names)
+
+
+def _arguments(annotation: Any) -> list[Any]:
+    return [inner for outer in get_args(annotation) for inner in (outer, *_arguments(outer))]
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)

@@ -1,0 +1,17 @@
+"""Where things lie: found from the repository, whatever the working directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["CONFIGS", "REPOSITORY", "results_root"]
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CONFIGS = Path(__file__).resolve().parent / "configs"
+
+
+def results_root() -> Path:
+    """``results/`` of the repository, unless the environment variable PIPEBENCH_RESULTS is set."""
+    given = os.environ.get("PIPEBENCH_RESULTS")
+    return Path(given).absolute() if given else REPOSITORY / "results"

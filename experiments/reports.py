@@ -1,0 +1,162 @@
+"""What commands print: the text for people, and the JSON document with its schema."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.errors import UserError, one_line
+from experiments.matrix import Entry, Row
+
+__all__ = [
+    "columns",
+    "configs_document",
+    "matrix_document",
+    "result_line",
+    "row_lines",
+    "runs_document",
+    "schedule_document",
+    "systems_document",
+    "systems_text",
+]
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text in aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+             for row in rows)  # fmt: skip
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def result_line(result: Mapping[str, Any], runs: Path) -> list[str]:
+    """Name, status, outcome and place of a result, for :func:`columns`."""
+    name = f"{result['name']} {result['label']}"
+    return [name, result["status"], _outcome(result), str(runs / result["id"])]
+
+
+def _outcome(result: Mapping[str, Any]) -> str:
+    if result["error"]:
+        return str(result["error"])
+    if result["kind"] == "bench":
+        speeds = sorted(entry["images_per_s"] for entry in result["rounds"])
+        return f"{speeds[len(speeds) // 2]:.1f} images/s, median of {len(speeds)} rounds"
+    accuracy, loss = result["accuracy"], result["final_loss"]
+    parts = [
+        "" if accuracy is None else f"accuracy {accuracy:.1%}",
+        "" if loss is None else f"loss {loss:.4f}",
+        f"{result['train_wall_s']:.1f} s of training",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def runs_document(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {"schema": "pipebench.runs/1", "runs": list(results)}
+
+
+def configs_document(entries: Sequence[Entry], intents: Mapping[str, str]) -> dict[str, Any]:
+    """``intents``: by title, what would be done; empty for a mere list."""
+    configs = [
+        {"title": entry.title, "name": entry.config.name, "kind": entry.config.kind}
+        | ({"intent": intents[entry.title]} if intents else {})
+        for entry in entries
+    ]
+    return {"schema": "pipebench.configs/1", "configs": configs}
+
+
+def matrix_document(rows: Sequence[Row]) -> dict[str, Any]:
+    return {
+        "schema": "pipebench.matrix/1",
+        "rows": [
+            {"title": row.title, "status": row.status, "error": row.error, "runs": row.results}
+            for row in rows
+        ],
+    }
+
+
+def row_lines(row: Row) -> list[list[str]]:
+    """A matrix row, for :func:`columns`: one line for each of its results."""
+    if not row.results:
+        return [[row.title, row.status, row.error or "not started"]]
+    if len(row.results) == 1:
+        return [[row.title, row.status, _outcome(row.results[0])]]
+    return [
+        [f"{row.title} {result['label']}", result["status"], _outcome(result)]
+        for result in row.results
+    ]
+
+
+def systems_document() -> dict[str, Any]:
+    from runtimes.systems import PEERS, SYSTEMS, system_options
+
+    ours = [
+        {
+            "name": name,
+            "kind": "system",
+            "summary": system.summary,
+            "source": system.paper,
+            "options": {
+                option: {"default": default, "allowed": list(allowed)}
+                for option, (default, allowed) in system_options(name).items()
+            },
+        }
+        for name, system in SYSTEMS.items()
+    ]
+    peers = [
+        {"name": name, "kind": "peer", "summary": summary, "peer_of": counterpart, "options": {}}
+        for name, (summary, counterpart) in PEERS.items()
+    ]
+    return {"schema": "pipebench.systems/1", "systems": [*ours, *peers]}
+
+
+def systems_text(document: Mapping[str, Any]) -> str:
+    rows = []
+    for system in document["systems"]:
+        said = system.get("source") or f"peer of {system['peer_of']}"
+        options = ", ".join(
+            f"{name} = {' | '.join(map(_toml, choice['allowed']))} (default "
+            f"{_toml(choice['default'])})"
+            for name, choice in system["options"].items()
+        )
+        rows.append([system["name"], system["summary"], said, options])
+    return columns(rows)
+
+
+def _toml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def schedule_document(
+    name: str, options: Mapping[str, Any], stages: int, units: int, replicas: int
+) -> dict[str, Any]:
+    """One batch of ``units`` micro-batches under a system, checked by the validator's rules."""
+    from runtimes.plan import Plan
+    from runtimes.schedule import grid, validate
+    from runtimes.systems import get_system
+
+    try:
+        system = get_system(name, options)
+        plan = Plan.even(stages, stages, [replicas] * stages, micro_batches=units)
+        program = system.program(plan, (units * replicas,))
+        validate(program, system.declared(plan))
+    except ValueError as error:
+        raise UserError(one_line(error)) from None
+    return {
+        "schema": "pipebench.schedule/1",
+        "system": name,
+        "options": dict(options),
+        "stages": stages,
+        "units": units,
+        "replicas": replicas,
+        "ranks": [
+            {
+                "rank": stream.rank,
+                "stage": plan.place(stream.rank)[0],
+                "replica": plan.place(stream.rank)[1],
+                "actions": [str(action) for action in stream],
+            }
+            for stream in program.streams
+        ],
+        "grid": grid(program).splitlines(),
+    }

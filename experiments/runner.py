@@ -1,0 +1,253 @@
+"""One config, one run: done before, resumed, or run, and recorded whatever comes of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from experiments.config import Config
+from experiments.data import prepare as prepare_data
+from experiments.environment import environment
+from experiments.errors import UserError, one_line
+from experiments.identity import run_id
+from experiments.launcher import launch, launch_spec, rank_command
+from experiments.loading import load
+from experiments.outcome import Outcome
+from experiments.preflight import check_checkpoint, check_launch, disk_bytes, missing_hardware
+from experiments.progress import EventTail, Progress, describe
+from experiments.resolve import Layers, job_of, layers_of, tasks_of
+from experiments.store import Lock, RunDirectory, Store
+from experiments.summary import FINISHED, contender_events, last_status, record_ids, summarise
+from runtimes.job import DataSpec, Job, Task
+
+__all__ = ["Prepared", "RunResult", "execute", "intent", "prepare", "recompute"]
+
+RunResult = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A config that can be run here, or, if ``missing`` says why, cannot."""
+
+    config: Config
+    id: str
+    layers: Layers
+    tasks: tuple[Task, ...]
+    missing: str | None
+
+
+def prepare(config: Config) -> Prepared:
+    """All that can be said before anything is written; UserError for what no machine can run."""
+    layers = layers_of(config)
+    tasks = tasks_of(config, layers)
+    return Prepared(config, run_id(config), layers, tasks, missing_hardware(config, tasks, layers))
+
+
+def _finished(prepared: Prepared, run: RunDirectory) -> bool:
+    status = last_status(run.events())
+    # What was skipped for want of hardware is not done once the hardware is there.
+    return status in FINISHED and (status != "skipped_hardware" or prepared.missing is not None)
+
+
+def intent(prepared: Prepared, store: Store, *, fresh: bool) -> str:
+    """What :func:`execute` would do, in a few words; writes nothing."""
+    run = store.run(prepared.id)
+    if not fresh and _finished(prepared, run):
+        return f"done: {last_status(run.events())}"
+    if prepared.missing is not None:
+        return f"skip: {prepared.missing}"
+    manifest = None if fresh else check_checkpoint(run)
+    return "run" if manifest is None else f"resume from update {manifest.step}"
+
+
+def execute(
+    prepared: Prepared,
+    store: Store,
+    *,
+    fresh: bool = False,
+    stop: threading.Event | None = None,
+    progress: Progress | None = None,
+) -> list[RunResult]:
+    """Run the config unless that was done; its result, or those of a benchmark's contenders.
+
+    An unfinished or failed run goes on from its last checkpoint; ``fresh`` archives it and starts
+    over.  Raises UserError if it cannot be started; what happens after that is in the result.
+    """
+    progress = progress or Progress()
+    config, run = prepared.config, store.run(prepared.id)
+    store.check()
+    with progress.of(config.name), store.lock(prepared.id) as lock:
+        if fresh:
+            store.archive(prepared.id)
+        if _finished(prepared, run):
+            progress.say(f"{config.name}: done before, in {run.path}")
+            return _records(config, run, _known_environment(run), force=False)
+        if prepared.missing is not None:
+            results = _skip(prepared, run)
+        else:
+            results = _attempt(prepared, store, run, lock, stop or threading.Event(), progress)
+        _track(prepared, store, results, progress)
+    _tell(config, results, progress)
+    return results
+
+
+def _tell(config: Config, results: list[RunResult], progress: Progress) -> None:
+    first = results[0]
+    why = f": {first['error']}" if first["error"] else ""
+    progress.say(f"{config.name}: {first['status']}{why}")
+
+
+def _known_environment(run: RunDirectory) -> Mapping[str, Any]:
+    return run.read_json("env.json") or environment()
+
+
+def _skip(prepared: Prepared, run: RunDirectory) -> list[RunResult]:
+    found = environment()
+    _describe(prepared.config, run, found)
+    # Appended: an earlier attempt, with more free memory, may have got somewhere.
+    run.append(Outcome("skipped_hardware", prepared.missing).to_event(time.time()))
+    return _records(prepared.config, run, found)
+
+
+def _describe(config: Config, run: RunDirectory, found: Mapping[str, Any]) -> None:
+    """The part of a run directory that is known beforehand."""
+    run.create()
+    document = config.model_dump(mode="json", exclude_none=True, exclude={"scales"})
+    run.write("config.toml", tomli_w.dumps(document))
+    run.write_json("env.json", found)
+
+
+def _attempt(
+    prepared: Prepared,
+    store: Store,
+    run: RunDirectory,
+    lock: Lock,
+    stop: threading.Event,
+    progress: Progress,
+) -> list[RunResult]:
+    config = prepared.config
+    check_launch(config)
+    manifest = check_checkpoint(run)
+    store.check(disk_bytes(config, prepared.layers))
+    progress.update(config.name, "preparing data")
+    job = job_of(config, prepared.tasks, _data(config, store.root / "data"))
+
+    found = environment()
+    _describe(config, run, found)
+    earlier = [event["attempt"] for event in run.events() if event["event"] == "launch"]
+    run.cut_events(0 if manifest is None else manifest.events)
+    run.forget_attempt()
+    run.write_json("job.json", job.to_json())
+    run.append(
+        {
+            "event": "launch",
+            "t": time.time(),
+            "attempt": max(earlier, default=0) + 1,
+            "resumed_from": None if manifest is None else manifest.step,
+        }
+    )
+    # A row from now on, whatever happens to this process.
+    _records(config, run, found)
+    how = "starting" if manifest is None else f"resuming from update {manifest.step}"
+    progress.update(config.name, f"{how}, {job.world_size} ranks, log in {run.path / 'log'}")
+    outcome = launch(
+        run.path,
+        launch_spec(config.launch, rank_command(run.path), job.world_size, prepared.id),
+        threads=config.launch.threads,
+        keep_open=(lock.descriptor,),
+        stop=stop,
+        watch=_watch(config, run, job, progress),
+    )
+    run.append(outcome.to_event(time.time()))
+    return _records(config, run, found)
+
+
+def _data(config: Config, cache: Path) -> DataSpec:
+    data = config.data
+    try:
+        return prepare_data(
+            data.set,
+            image_size=data.image_size,
+            cache=cache,
+            root=None if data.root is None else Path(data.root).expanduser().absolute(),
+            train_samples=data.sizes.train,
+            validation_samples=data.sizes.validation,
+            seed=data.seed,
+            download=data.download,
+            channels=data.channels,
+            classes=data.classes,
+        )
+    except ValueError as error:
+        raise UserError(f"{config.name}: {one_line(error)}") from None
+
+
+def _watch(config: Config, run: RunDirectory, job: Job, progress: Progress) -> Callable[[], None]:
+    """Tells of new events while ranks run."""
+    tail = EventTail(run.path / "events.jsonl")
+    rounds = 0 if job.bench is None else job.bench.rounds
+
+    def watch() -> None:
+        for event in tail.read():
+            text = describe(event, epochs=job.epochs, rounds=rounds)
+            if text is not None:
+                progress.update(config.name, text)
+
+    return watch
+
+
+def _records(
+    config: Config, run: RunDirectory, found: Mapping[str, Any], *, force: bool = True
+) -> list[RunResult]:
+    """Write (or, not by ``force``, read what is there of) the results that the events give."""
+    events = run.events()
+    results = []
+    for record, contender in record_ids(config, run.id).items():
+        directory = RunDirectory(run.path.with_name(record))
+        known = None if force else directory.read_json("result.json")
+        # A launcher that is killed between event and result leaves the older result.
+        if known is None or known["status"] != last_status(events):
+            part = events
+            if config.bench is not None:
+                _describe(config, directory, found)
+                part = contender_events(events, contender.label)
+                directory.write_events(part)
+            known = summarise(config, record, found, part)
+            directory.write_json("result.json", known)
+        results.append(known)
+    return results
+
+
+def recompute(run: RunDirectory) -> RunResult:
+    """result.json of a record, made anew from the other files of its directory."""
+    config = load(str(run.path / "config.toml"))
+    result = summarise(config, run.id, _known_environment(run), run.events())
+    run.write_json("result.json", result)
+    return result
+
+
+def _track(prepared: Prepared, store: Store, results: list[RunResult], progress: Progress) -> None:
+    """Feed W&B from what was recorded: after the launch, so that nothing timed is disturbed."""
+    mode = prepared.config.tracking.mode
+    if mode == "off":
+        return
+    from experiments.tracking import Tracker
+
+    document = prepared.config.model_dump(mode="json", exclude_none=True, exclude={"scales"})
+    for result in results:
+        name = result["name"]
+        if result["kind"] == "bench":
+            name += f"/{result['label']}"
+        try:
+            tracker = Tracker(
+                store.run(result["id"]).path, document, run_id=result["id"], name=name, mode=mode
+            )
+            tracker.feed()
+            tracker.finish(result["status"])
+        except Exception as error:  # The record is whole without W&B, whatever ails it.
+            progress.say(f"{name}: not tracked by W&B: {one_line(error)}")
