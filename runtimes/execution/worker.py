@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from runtimes.execution.criterion import cross_entropy_sum
 from runtimes.execution.engine import Accuracy, Feed
@@ -96,6 +95,7 @@ class Worker:
             {name: w for name, w in weights.items() if name in trained},
             partial(build_optimizer, spec=job.optimizer),
         )
+        self._bound: dict[str, torch.nn.Parameter] | None = None
         self.is_first = self.stage_index == 0
         self.is_last = self.stage_index == len(self.plan.stages) - 1
         self.trace = Trace(rank)
@@ -200,20 +200,22 @@ class Worker:
             flight = self._flights[action.unit] = _Flight({}, step, samples)
         return flight
 
+    def _bind(self, parameters: dict[str, torch.nn.Parameter]) -> None:
+        if parameters is not self._bound:
+            self.module.bind(parameters | self.constants)
+            self._bound = parameters
+
     def _run(self, flight: _Flight, x: Tensor) -> Tensor:
         """Through the stage's layers, cutting the graph at the boundaries of the parts."""
         self.module.random.set(flight.step, flight.samples)
+        self._bind(flight.parameters)
         grad = torch.is_grad_enabled()
         flight.pieces = []
         for number, part in enumerate(self.parts):
             if grad and (number or not self.is_first):
                 x = x.detach().requires_grad_()
-            weights = {
-                local: self.constants[name] if name in self.constants else flight.parameters[name]
-                for local, name in part.names.items()
-            }
             with autocast(self.job.precision, self.device):
-                out: Tensor = functional_call(part, weights, (x,))
+                out: Tensor = part(x)
             if grad:
                 flight.pieces.append((x, out))
             x = out
