@@ -122,21 +122,20 @@ check() {
 }
 
 reproduce() {
-    local look= argument code=0
-    for argument in "$@"; do
-        case $argument in --list | --dry-run) look=yes ;; esac
-    done
+    local code=0 drawn=0
     "$venv/bin/pipebench" matrix "$@" || code=$?
     # A failed run is a row of the tables, so they are printed all the same.
     [ "$code" -le 1 ] || exit "$code"
-    [ -n "$look" ] && exit "$code"
+    [ -z "$look" ] || exit "$code"
     "$venv/bin/pipebench" tables
-    "$venv/bin/pipebench" figure throughput
+    # What was chosen may have no benchmark in it, and then there is nothing to draw (2).
+    "$venv/bin/pipebench" figure throughput || drawn=$?
+    [ "$drawn" -eq 0 ] || [ "$drawn$chosen" = 2yes ] || exit "$drawn"
     exit "$code"
 }
 
 # Usage is checked before anything is installed.
-tier=smoke
+tier=smoke look='' chosen=''
 if [ "${1:-}" = test ]; then
     shift
     installed || install
@@ -150,14 +149,19 @@ while [ $# -gt 0 ]; do
             sed -n '3,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
             exit 0
             ;;
-        --tier=*) tier= ;;
-        --only=* | --jobs=* | --set=* | --data-root=* | --list | --dry-run | --fresh) ;;
+    esac
+    case $1 in
+        --tier | --tier=*) tier='' chosen=yes ;;
+        --only | --only=*) chosen=yes ;;
+        --list | --dry-run) look=yes ;;
+        --jobs | --jobs=* | --set | --set=* | --data-root | --data-root=* | --fresh) ;;
+        *) fail "unknown argument '$1'; see ./reproduce.sh --help" ;;
+    esac
+    case $1 in
         --tier | --only | --jobs | --set | --data-root)
             [ $# -ge 2 ] || fail "$1 needs a value; see ./reproduce.sh --help"
-            [ "$1" != --tier ] || tier=
             shift
             ;;
-        *) fail "unknown argument '$1'; see ./reproduce.sh --help" ;;
     esac
     shift
 done

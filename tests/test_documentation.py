@@ -154,6 +154,19 @@ def test_quick_commands_run_and_print_what_the_page_shows(command: Command, tmp_
         assert [line.rstrip() for line in done.stdout.strip().splitlines()] == shown
 
 
+def test_configs_open_with_commands_that_run_them() -> None:
+    """Lines `# Run: …`, and those aligned below; a file called base-… is only extended."""
+    for path in sorted((ROOT / "experiments/configs").rglob("*.toml")):
+        opening = path.read_text().split("\n\n")[0]
+        lines = re.findall(r"^# +(?:Run: )?((?:pipebench|\./reproduce\.sh) .+)$", opening, re.M)
+        assert lines or path.stem.startswith("base-"), f"{path}: how is it run?"
+        for line in lines:
+            words = as_pipebench(shlex.split(line))
+            assert words is not None
+            parse(words)
+            assert words[0] == "matrix" or words[1].startswith(path.parent.name), line
+
+
 def test_blocks_are_read_as_meant() -> None:
     text = "```console\n$ a b\nout\n$ c\n```\n<!-- slow -->\n\n```sh\n$ d\n```\n"
     assert commands(text) == [

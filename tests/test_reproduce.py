@@ -157,6 +157,17 @@ def test_the_step_that_fails_gives_the_exit_code(clone: Clone) -> None:
     assert clone.calls[-1] == "pipebench tables"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [([], 2), (["--fresh"], 2), (["--only", "x/*"], 0), (["--tier=cifar100"], 0)],
+)
+def test_a_choice_without_a_benchmark_needs_no_figure(
+    clone: Clone, arguments: list[str], code: int
+) -> None:
+    assert clone.run(*arguments, BREAK="figure", CODE="2")[0] == code
+    assert clone.calls[-1] == "pipebench figure throughput"
+
+
 def test_checks_end_with_pytest_and_stop_at_the_first_failure(clone: Clone) -> None:
     assert clone.run("test", "-k", "validator")[0] == 0
     assert clone.calls[-5:] == [
