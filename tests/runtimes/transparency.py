@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from runtimes.execution.engine import Segment
+from runtimes.execution.inprocess import InProcess
 from runtimes.job import DataSpec, Job, LearningRate, ModelSpec, OptimizerSpec, Task
 from runtimes.model.stack import LayerStack
 from runtimes.plan import Plan
@@ -27,11 +29,13 @@ __all__ = [
     "Case",
     "Outcome",
     "differences",
+    "engine_of",
     "faults",
     "initial_weights",
     "job_of",
     "reference",
     "stack_of",
+    "train_in_process",
 ]
 
 VIT: dict[str, Any] = {
@@ -231,6 +235,29 @@ def job_of(case: Case) -> Job:
         learning_rate=LearningRate("step", milestones=(1.0,), gamma=0.5),
         precision=case.precision,  # type: ignore[arg-type]
     )
+
+
+def engine_of(case: Case) -> InProcess:
+    job = job_of(case)
+    feed = ArrayFeed(case.precision)
+    engine = InProcess(job, job.tasks[0], stack_of(case.model), feed, keep_gradients=True)
+    engine.load({**engine.state(), "weights": initial_weights(case.model)}, 0)
+    return engine
+
+
+def train_in_process(case: Case) -> Outcome:
+    engine, outcome, first = engine_of(case), Outcome(), 0
+    for segment in case.segments:
+        for report in engine.train(Segment(first, segment)):
+            for step, share in report.losses.items():
+                outcome.losses[step] = outcome.losses.get(step, 0.0) + share
+        first += len(segment)
+        outcome.gradients[first - 1] = [worker.last_gradients for worker in engine.workers]
+        # State refers to the live tensors, which the next segment changes.
+        weights = engine.state()["weights"].items()
+        outcome.weights[first - 1] = {name: weight.clone() for name, weight in weights}
+    outcome.optimizer = engine.state()["optimizer"]
+    return outcome
 
 
 def reference(case: Case) -> History:
