@@ -20,8 +20,9 @@ for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(_name, None)
 
 import hypothesis
-import psutil
 import pytest
+
+from tests.leftovers import MARK, left_behind
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER_TESTS = 10
@@ -30,8 +31,6 @@ hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, d
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("fixed")
 
-# Every process a test starts inherits this, also when its parent is gone.
-MARK = "PIPEBENCH_TEST_SESSION"
 os.environ[MARK] = uuid.uuid4().hex
 
 
@@ -42,27 +41,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             f"{len(launched)} tests go through the real launcher, but {LAUNCHER_TESTS} is the "
             f"limit: fork from the forkserver instead, as in tests/runtimes ({', '.join(launched)})"
         )
-
-
-def _belongs_to_pytest(process: psutil.Process) -> bool:
-    """The servers that multiprocessing keeps for the whole session; what they fork does not."""
-    line = " ".join(process.cmdline())
-    servers = "multiprocessing.forkserver import main", "multiprocessing.resource_tracker import"
-    return process.ppid() == os.getpid() and any(server in line for server in servers)
-
-
-def left_behind(mark: str) -> list[psutil.Process]:
-    """Living processes, orphans included, that inherited ``mark`` from this session's tests."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            if process.environ().get(MARK) == mark and not _belongs_to_pytest(process):
-                found.append(process)
-        except psutil.Error:
-            continue  # it ended meanwhile, or is another user's
-    return found
 
 
 def _fail_if_left_behind(grace_s: float) -> None:
