@@ -6,7 +6,6 @@ import os
 import time
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 # Before numpy and torch start their thread pools: the tests run several processes on few cores.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -24,7 +23,6 @@ import pytest
 
 from tests.leftovers import MARK, left_behind
 
-ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER_TESTS = 10
 
 hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, database=None)
@@ -66,9 +64,3 @@ def no_process_left_by_a_launch(request: pytest.FixtureRequest) -> Iterator[None
     yield
     if request.node.get_closest_marker("launcher"):
         _fail_if_left_behind(grace_s=5)
-
-
-@pytest.fixture(scope="session")
-def root() -> Path:
-    """The repository's folder."""
-    return ROOT
