@@ -1,28 +1,29 @@
 """The process that starts this host's ranks, watches them, and reports how each ended.
 
 It is a process of its own so that the launcher may die at any time: the kernel then ends the agent,
-and with it the ranks, which ask for the same.  Torch's elastic agent starts and stops the ranks; it
-does not see one that is merely stopped, does not tell which of several failures came first, and
-gives survivors 30 seconds after a failure whatever the shutdown time-out is.  The watch does.
+and with it the ranks, which ask for the same.  Ranks are started by the agent of torch's
+elastic_launch.  By itself that does not see a rank that is merely stopped, does not tell which of
+several failures came first, and leaves survivors of a failure 30 seconds whatever its
+shutdown_timeout; so it asks a watch here how its ranks are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
-
-import psutil
 
 from runtimes.execution.status import die_with_parent
 
 __all__ = ["LaunchSpec", "RankExit", "RankWatch", "Report", "main"]
+
+_RENDEZVOUS_S = 120  # For the agents of all nodes to meet.
 
 
 @dataclass(frozen=True)
@@ -81,126 +82,137 @@ class _Watched:
     ended: bool = False
 
 
-@dataclass
 class RankWatch:
-    """Polls the ranks without reaping them, which is left to torch's agent."""
+    """Looks at ranks, which are children of this process, without reaping them: that is left to
+    torch's agent, which then finds the codes too."""
 
-    spec: LaunchSpec
-    period_s: float = 0.1
-    exits: dict[int, RankExit] = field(default_factory=dict)
-    _ranks: dict[int, _Watched] = field(default_factory=dict)
-    _failed_at: float | None = None
+    def __init__(self, spec: LaunchSpec, period_s: float = 0.05):
+        self.exits: dict[int, RankExit] = {}
+        self._spec, self._period_s = spec, period_s
+        self._ranks: dict[int, _Watched] = {}
 
-    def start(self) -> None:
-        threading.Thread(target=self._run, daemon=True, name="rank-watch").start()
+    def begin(self, pids: Mapping[int, int]) -> None:
+        """``pids`` of the ranks of this node, by global rank."""
+        self._ranks = {rank: _Watched(pid) for rank, pid in pids.items()}
 
-    def _run(self) -> None:
-        while True:
-            self._find()
-            for rank, watched in self._ranks.items():
-                if rank not in self.exits:
-                    self._look(rank, watched)
+    def over(self) -> bool:
+        """Whether all ranks have ended; brought about here as soon as one has failed."""
+        self._look()
+        if any(exit.code != 0 for exit in self.exits.values()):
             self._end_survivors()
-            time.sleep(self.period_s)
+        return len(self.exits) == len(self._ranks)
 
-    def _find(self) -> None:
-        """Ranks are the children that the elastic agent told their rank."""
-        if len(self._ranks) == self.spec.ranks:
-            return
-        for child in psutil.Process().children():
-            try:
-                told = child.environ()
-            except psutil.Error:
-                continue
-            if told.get("TORCHELASTIC_RUN_ID") == self.spec.launch_id:
-                self._ranks.setdefault(int(told["RANK"]), _Watched(child.pid))
+    def report(self, error: str | None = None) -> Report:
+        exits = sorted(self.exits.values(), key=lambda exit: exit.time)
+        return Report(tuple(exits), error)
 
-    def _look(self, rank: int, watched: _Watched) -> None:
+    @property
+    def _alive(self) -> list[_Watched]:
+        return [watched for rank, watched in self._ranks.items() if rank not in self.exits]
+
+    def _look(self) -> None:
+        for rank, watched in self._ranks.items():
+            if rank not in self.exits:
+                self._look_at(rank, watched)
+
+    def _look_at(self, rank: int, watched: _Watched) -> None:
         events = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
-        try:
-            seen = os.waitid(os.P_PID, watched.pid, events)
-        except ChildProcessError:
-            return  # Reaped by torch's agent, which knows the code.
+        seen = os.waitid(os.P_PID, watched.pid, events)
         if seen is None:
             watched.stopped_since = None
         elif seen.si_code == os.CLD_STOPPED:
             watched.stopped_since = watched.stopped_since or time.monotonic()
-            if time.monotonic() - watched.stopped_since >= self.spec.stopped_s:
+            if time.monotonic() - watched.stopped_since >= self._spec.stopped_s:
                 watched.stopped = True
-                self._kill(watched)
+                _signal(watched, signal.SIGKILL)
         else:
             killed = seen.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
             code = -seen.si_status if killed else seen.si_status
-            self._record(rank, watched, code)
-
-    def _record(self, rank: int, watched: _Watched, code: int) -> None:
-        self.exits[rank] = RankExit(rank, code, time.time(), watched.stopped, watched.ended)
-        if code != 0:
-            self._failed_at = self._failed_at or time.monotonic()
+            self.exits[rank] = RankExit(rank, code, time.time(), watched.stopped, watched.ended)
 
     def _end_survivors(self) -> None:
-        """SIGKILL for those that outlive torch's SIGTERM by more than the shutdown time-out."""
-        if self._failed_at is None or time.monotonic() - self._failed_at < self.spec.shutdown_s:
-            return
-        for rank, watched in self._ranks.items():
-            if rank not in self.exits and not watched.ended:
+        """SIGTERM, and SIGKILL for those that outlive it by more than the shutdown time-out."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for watched in self._alive:
                 watched.ended = True
-                self._kill(watched)
+                _signal(watched, number)
+            deadline = time.monotonic() + self._spec.shutdown_s
+            while self._alive and time.monotonic() < deadline:
+                time.sleep(self._period_s)
+                self._look()
 
-    @staticmethod
-    def _kill(watched: _Watched) -> None:
-        try:
-            os.kill(watched.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
 
-    def report(self, failures: Mapping[int, Any], error: str | None = None) -> Report:
-        """What was seen, completed by ``failures``: torch's, by rank."""
-        exits = dict(self.exits)
-        for rank, failure in failures.items():
-            if rank not in exits:
-                # It ended between two looks.  SIGTERM is what torch's agent ends survivors with.
-                watched = self._ranks.get(rank, _Watched(failure.pid))
-                ended = watched.ended or failure.exitcode == -signal.SIGTERM
-                exits[rank] = RankExit(rank, failure.exitcode, time.time(), watched.stopped, ended)
-        return Report(tuple(sorted(exits.values(), key=lambda exit: exit.time)), error)
+def _signal(watched: _Watched, number: signal.Signals) -> None:
+    """To the rank and what it has started: torch's agent gives each rank a session of its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(watched.pid, number)
 
 
 def _run(spec: LaunchSpec, watch: RankWatch) -> Report:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    if spec.rendezvous == "static":
-        rendezvous: dict[str, Any] = {"rank": spec.node_rank}
-    else:
-        rendezvous = {"is_host": spec.node_rank == 0}
-    config = LaunchConfig(
-        min_nodes=spec.nodes,
-        max_nodes=spec.nodes,
-        nproc_per_node=spec.ranks,
-        # Output is not redirected: it goes where the agent's goes, the run's log.
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        run_id=spec.launch_id,
-        rdzv_endpoint=f"{spec.address}:{spec.port}",
-        rdzv_backend=spec.rendezvous,
-        rdzv_configs={**rendezvous, "timeout": 120},
-        max_restarts=0,
-        monitor_interval=0.2,
-        local_addr=spec.local_address or (spec.address if spec.nodes == 1 else None),
-        shutdown_timeout=spec.shutdown_s,
+    """As torch's elastic_launch does it, but with an agent that asks the watch."""
+    from torch.distributed.elastic.agent.server.api import (
+        RunResult,
+        WorkerGroup,
+        WorkerSpec,
+        WorkerState,
     )
-    watch.start()
-    program, *arguments = spec.command
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    class Agent(LocalElasticAgent):
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+            watch.begin(
+                {worker_group.workers[local].global_rank: pid for local, pid in pids.items()}
+            )
+            return pids
+
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            if not watch.over():
+                return RunResult(state=WorkerState.HEALTHY)
+            result: RunResult = super()._monitor_workers(worker_group)
+            return result
+
+    static = spec.rendezvous == "static"
+    place = {"rank": spec.node_rank} if static else {"is_host": spec.node_rank == 0}
+    address = spec.local_address or (spec.address if spec.nodes == 1 else None)
     try:
-        elastic_launch(config, program)(*arguments)
-    except ChildFailedError as error:
-        return watch.report(error.failures)
+        rendezvous = get_rendezvous_handler(
+            RendezvousParameters(
+                backend=spec.rendezvous,
+                endpoint=f"{spec.address}:{spec.port}",
+                run_id=spec.launch_id,
+                min_nodes=spec.nodes,
+                max_nodes=spec.nodes,
+                local_addr=address,
+                timeout=_RENDEZVOUS_S,
+                **place,
+            )
+        )
+        program, *arguments = spec.command
+        worker = WorkerSpec(
+            role="rank",
+            local_world_size=spec.ranks,
+            entrypoint=program,
+            args=tuple(arguments),
+            rdzv_handler=rendezvous,
+            max_restarts=0,
+            monitor_interval=0.1,
+            master_addr=spec.address if static else None,
+            master_port=spec.port if static else None,
+            local_addr=address,
+        )
+        # Output is not redirected: it goes where the agent's goes, the run's log.
+        logs = DefaultLogsSpecs(log_dir=os.devnull)
+        Agent(worker, logs, shutdown_timeout=spec.shutdown_s).run()
+        rendezvous.shutdown()
     except SignalException as error:
-        return watch.report({}, f"the launch agent was ended by {error.sigval.name}")
+        return watch.report(f"the launch agent was ended by {error.sigval.name}")
     except Exception as error:  # Whatever it is, the launcher has to tell it to the user.
-        return watch.report({}, f"the ranks did not start: {type(error).__name__}: {error}")
-    return watch.report({})
+        return watch.report(f"the ranks did not start: {type(error).__name__}: {error}")
+    return watch.report()
 
 
 def main(spec_text: str, parent: str, report_descriptor: str) -> None:

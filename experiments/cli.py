@@ -25,6 +25,7 @@ DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 3
 
 # Of all usage errors, by a public name: where typer keeps the class differs between its versions.
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
+_CTRL_C = 130  # What typer makes of KeyboardInterrupt.
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EEXIST)
 
 app = typer.Typer(
@@ -64,8 +65,7 @@ def _guarded() -> int:
         said: Any = error
         return _wrong(f"{one_line(said.format_message()).rstrip('.')}; see pipebench --help")
     except (KeyboardInterrupt, typer.Abort):
-        sys.stderr.write("interrupted: the same command goes on from here\n")
-        return INTERRUPTED
+        return _interrupted()
     except BrokenPipeError:
         # The reader of stdout has gone, as `head` does; say no more, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -75,7 +75,14 @@ def _guarded() -> int:
             raise
         reason = (error.strerror or str(error)).lower()
         return _wrong(f"cannot write {error.filename or 'results'}: {reason}")
+    if code == _CTRL_C:
+        return _interrupted()
     return code if isinstance(code, int) else DONE
+
+
+def _interrupted() -> int:
+    sys.stderr.write("interrupted: the same command goes on from here\n")
+    return INTERRUPTED
 
 
 def _wrong(text: str) -> int:

@@ -150,6 +150,8 @@ def _complaint(detail: ErrorDetails) -> str:
             choice.strip(" '") for choice in context["expected"].replace(" or ", ",").split(",")
         ]
         return f"{key} is {value!r}, which is unknown{did_you_mean(str(value), known)}"
+    if kind == "model_type":
+        return f"{key} is {value!r}, but must be a table"
     limits = {
         "greater_than_equal": ("at least", "ge"),
         "greater_than": ("above", "gt"),

@@ -100,7 +100,7 @@ def judge(
     one, and ``interrupted`` if the user asked for the end."""
     actions = {rank: said.action for rank, said in words.items() if said.action}
     if interrupted:
-        return Outcome("interrupted", "interrupted by the user", last_actions=actions)
+        return Outcome("interrupted", "ended by Ctrl-C or SIGTERM", last_actions=actions)
     if report is None:
         how = f"was killed by {agent_signal}" if agent_signal else "ended without a report"
         error = f"the launch agent {how}, and its ranks ended with it{_listed(actions)}"

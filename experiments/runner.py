@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
@@ -25,6 +25,9 @@ from experiments.resolve import Layers, job_of, layers_of, tasks_of
 from experiments.store import Lock, RunDirectory, Store
 from experiments.summary import FINISHED, contender_events, last_status, record_ids, summarise
 from runtimes.job import DataSpec, Job, Task
+
+if TYPE_CHECKING:
+    from experiments.tracking import Tracker
 
 __all__ = ["Prepared", "RunResult", "execute", "intent", "prepare", "recompute"]
 
@@ -85,16 +88,33 @@ def execute(
     with progress.of(config.name), store.lock(prepared.id) as lock:
         if fresh:
             store.archive(prepared.id)
+        trackers = {
+            record: _tracker(config, run, record, progress) for record in record_ids(config, run.id)
+        }
         if _finished(prepared, run):
             progress.say(f"{config.name}: done before, in {run.path}")
-            return _records(config, run, _known_environment(run), force=False)
-        if prepared.missing is not None:
+            results = _records(config, run, _known_environment(run), force=False)
+        elif prepared.missing is not None:
             results = _skip(prepared, run)
         else:
-            results = _attempt(prepared, store, run, lock, stop or threading.Event(), progress)
-        _track(prepared, store, results, progress)
+            # Only a run that is not timed is followed while it runs, and only where one can look.
+            live = trackers.get(run.id) if config.tracking.mode == "online" else None
+            launching = _Launching(lock, stop or threading.Event(), progress, live)
+            results = _attempt(prepared, store, run, launching)
+        for result in results:
+            trackers[result["id"]].finish(result["status"])
     _tell(config, results, progress)
     return results
+
+
+@dataclass(frozen=True)
+class _Launching:
+    """Whom a launch has to do with: ``live`` is a tracker to feed while ranks run."""
+
+    lock: Lock
+    stop: threading.Event
+    progress: Progress
+    live: Tracker | None
 
 
 def _tell(config: Config, results: list[RunResult], progress: Progress) -> None:
@@ -115,11 +135,15 @@ def _skip(prepared: Prepared, run: RunDirectory) -> list[RunResult]:
     return _records(prepared.config, run, found)
 
 
+def _document(config: Config) -> dict[str, Any]:
+    """The resolved config as plain data, which loads as the same config."""
+    return config.model_dump(mode="json", exclude_none=True, exclude={"scales"})
+
+
 def _describe(config: Config, run: RunDirectory, found: Mapping[str, Any]) -> None:
     """The part of a run directory that is known beforehand."""
     run.create()
-    document = config.model_dump(mode="json", exclude_none=True, exclude={"scales"})
-    run.write("config.toml", tomli_w.dumps(document))
+    run.write("config.toml", tomli_w.dumps(_document(config)))
     run.write_json("env.json", found)
 
 
@@ -127,15 +151,12 @@ def _attempt(
     prepared: Prepared,
     store: Store,
     run: RunDirectory,
-    lock: Lock,
-    stop: threading.Event,
-    progress: Progress,
+    launching: _Launching,
 ) -> list[RunResult]:
-    config = prepared.config
+    config, progress = prepared.config, launching.progress
     check_launch(config)
     manifest = check_checkpoint(run)
     store.check(disk_bytes(config, prepared.layers))
-    progress.update(config.name, "preparing data")
     job = job_of(config, prepared.tasks, _data(config, store.root / "data"))
 
     found = environment()
@@ -160,9 +181,9 @@ def _attempt(
         run.path,
         launch_spec(config.launch, rank_command(run.path), job.world_size, prepared.id),
         threads=config.launch.threads,
-        keep_open=(lock.descriptor,),
-        stop=stop,
-        watch=_watch(config, run, job, progress),
+        keep_open=(launching.lock.descriptor,),
+        stop=launching.stop,
+        watch=_watch(config, run, job, launching),
     )
     run.append(outcome.to_event(time.time()))
     return _records(config, run, found)
@@ -187,7 +208,9 @@ def _data(config: Config, cache: Path) -> DataSpec:
         raise UserError(f"{config.name}: {one_line(error)}") from None
 
 
-def _watch(config: Config, run: RunDirectory, job: Job, progress: Progress) -> Callable[[], None]:
+def _watch(
+    config: Config, run: RunDirectory, job: Job, launching: _Launching
+) -> Callable[[], None]:
     """Tells of new events while ranks run."""
     tail = EventTail(run.path / "events.jsonl")
     rounds = 0 if job.bench is None else job.bench.rounds
@@ -196,7 +219,9 @@ def _watch(config: Config, run: RunDirectory, job: Job, progress: Progress) -> C
         for event in tail.read():
             text = describe(event, epochs=job.epochs, rounds=rounds)
             if text is not None:
-                progress.update(config.name, text)
+                launching.progress.update(config.name, text)
+            if event["event"] == "checkpoint" and launching.live is not None:
+                launching.live.feed()
 
     return watch
 
@@ -231,23 +256,16 @@ def recompute(run: RunDirectory) -> RunResult:
     return result
 
 
-def _track(prepared: Prepared, store: Store, results: list[RunResult], progress: Progress) -> None:
-    """Feed W&B from what was recorded: after the launch, so that nothing timed is disturbed."""
-    mode = prepared.config.tracking.mode
-    if mode == "off":
-        return
+def _tracker(config: Config, run: RunDirectory, record: str, progress: Progress) -> Tracker:
+    """The W&B run of a record: fed from its events, outside of what is timed."""
     from experiments.tracking import Tracker
 
-    document = prepared.config.model_dump(mode="json", exclude_none=True, exclude={"scales"})
-    for result in results:
-        name = result["name"]
-        if result["kind"] == "bench":
-            name += f"/{result['label']}"
-        try:
-            tracker = Tracker(
-                store.run(result["id"]).path, document, run_id=result["id"], name=name, mode=mode
-            )
-            tracker.feed()
-            tracker.finish(result["status"])
-        except Exception as error:  # The record is whole without W&B, whatever ails it.
-            progress.say(f"{name}: not tracked by W&B: {one_line(error)}")
+    label = "" if config.bench is None else f"/{record_ids(config, run.id)[record].label}"
+    return Tracker(
+        run.path.with_name(record),
+        _document(config),
+        run_id=record,
+        name=config.name + label,
+        mode=config.tracking.mode,
+        warn=lambda text: progress.say(f"{config.name}{label}: {text}"),
+    )

@@ -26,7 +26,7 @@ def writing(what: Path) -> Iterator[None]:
     except OSError as error:
         where = error.filename or what
         raise UserError(
-            f"cannot write {where}: {(error.strerror or str(error)).lower()}; free it, or let "
+            f"cannot write {where}: {(error.strerror or str(error)).lower()}; mend that, or let "
             "PIPEBENCH_RESULTS name another folder for results"
         ) from None
 

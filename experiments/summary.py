@@ -129,6 +129,8 @@ def _breakdown(rounds: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, dict[
     }
 
 
-def _number(value: float | None) -> float | None:
-    """None for what strict JSON cannot say: the loss of a run that diverged."""
-    return value if value is not None and math.isfinite(value) else None
+def _number(loss: float | str) -> float | None:
+    """None for what strict JSON has no number for: the loss of a run that diverged, which ranks
+    write as text."""
+    value = float(loss)
+    return value if math.isfinite(value) else None

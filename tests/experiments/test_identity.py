@@ -1,0 +1,73 @@
+"""Which changes make another run."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments.identity import bench_of, config_hash, contender_id, run_id
+from experiments.loading import load
+
+NAME = "smoke/digits-dapple"
+
+COSMETIC = [
+    "name=other",
+    'tiers=["x"]',
+    "tracking.mode=off",
+    "train.action_timeout_s=3",
+    "train.seeds=[0]",
+    "data.root=/elsewhere",
+    "data.download=true",
+    "launch.port=29500",
+    "launch.address=10.0.0.1",
+    "launch.local_address=10.0.0.1",
+    # The default, written down.
+    "system.options.policy=A",
+]
+ESSENTIAL = [
+    "train.seed=1",
+    "train.epochs=2",
+    "train.precision=bf16",
+    "train.evaluate_every=1",
+    "train.checkpoint_every=2",
+    "train.optimizer.lr=0.01",
+    "train.learning_rate.floor=0.1",
+    "plan.micro_batches=2",
+    "plan.layers=[2, 4]",
+    "plan.recompute=true",
+    "model.args.depth=5",
+    "data.seed=1",
+    "data.augmentation.flip=true",
+    "system.options.policy=B",
+    "launch.pin_cores=true",
+    "launch.threads=2",
+]
+
+
+@pytest.mark.parametrize("setting", COSMETIC)
+def test_cosmetic_keys_leave_the_run_as_it_is(setting: str) -> None:
+    assert run_id(load(NAME, [setting])) == run_id(load(NAME))
+
+
+@pytest.mark.parametrize("setting", ESSENTIAL)
+def test_every_other_key_makes_another_run(setting: str) -> None:
+    assert config_hash(load(NAME, [setting])) != config_hash(load(NAME))
+
+
+def test_the_id_says_what_it_is() -> None:
+    config = load(NAME)
+    assert run_id(config) == f"digits-dapple-s0-{config_hash(config)[:8]}"
+    assert run_id(load("smoke/throughput")).startswith("random-bench-s0-")
+
+
+def test_a_benchmark_is_what_its_contenders_do() -> None:
+    name = "smoke/throughput"
+    explicit = load(name, ["bench.contenders.2.plan.micro_batches=4"])
+    assert run_id(explicit) == run_id(load(name)), "the plan's own value, written down"
+    changed = load(name, ["bench.contenders.2.plan.micro_batches=2"])
+    assert run_id(changed) != run_id(load(name))
+    assert run_id(load(name, ["bench.contenders.2.label=other"])) != run_id(load(name))
+
+
+def test_contenders_know_their_benchmark() -> None:
+    assert bench_of(contender_id("random-bench-s0-12345678", "dp")) == "random-bench-s0-12345678"
+    assert bench_of("digits-dapple-s0-12345678") is None
