@@ -23,6 +23,7 @@ from runtimes.job import (
 )
 from runtimes.peers import check_peer
 from runtimes.plan import Plan, split
+from runtimes.schedule import validate
 from runtimes.systems import SYSTEMS, get_system
 
 __all__ = ["Layers", "bucket_cuts", "job_of", "layers_of", "parameter_bytes", "plan_of", "tasks_of"]
@@ -139,7 +140,9 @@ def _task(config: Config, contender: Contender, layers: Layers) -> Task:
     )
     task = Task(contender.label, name, plan, contender.options)
     if system is not None:
-        system.check(plan)
+        # Two full batches and the smallest last one stand for any number of them.
+        size = config.train.batch_size
+        validate(system.program(plan, (size, size, 1)), system.declared(plan))
     else:
         check_peer(task, config.train.batch_size)
     return task

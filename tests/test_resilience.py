@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,14 @@ stages = 2
 micro_batches = 2
 [model]
 name = "VisionTransformer"
-args = { img_size = 8, patch_size = 4, in_chans = 1, num_classes = 10, embed_dim = 32, depth = 2, num_heads = 2 }
+[model.args]
+img_size = 8
+patch_size = 4
+in_chans = 1
+num_classes = 10
+embed_dim = 32
+depth = 2
+num_heads = 2
 [data]
 set = "digits"
 image_size = 8
@@ -99,14 +106,14 @@ def gone(who: list[psutil.Process], within_s: float) -> list[psutil.Process]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Bench, Path]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bench, Path]:
     directory = tmp_path_factory.mktemp("resilience")
     data = directory / "data"
     data.mkdir()
     bench = Bench(directory / "undisturbed", data)
     code, result, err = bench.run()
     assert (code, result["status"]) == (0, "ok"), err
-    yield bench, data
+    return bench, data
 
 
 def kill_agent(cli: subprocess.Popen[str]) -> str:

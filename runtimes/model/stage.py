@@ -33,8 +33,9 @@ class Stage(nn.Module):
     """Layers [first, last), made by ``LayerStack.stage`` on the meta device, randomness keyed.
 
     Give it weights with :meth:`bind` (a set of leaf parameters, swapped as often as one likes), or
-    fill it once with copies by :meth:`materialise`.  ``names`` leads from the stage's own names of all parameters and
-    buffers to those of the whole model's state dict (a tensor under several names has its first).
+    fill it once with copies by :meth:`materialise`.  ``names`` leads from the stage's own names of
+    all parameters and buffers to those of the whole model's state dict (a tensor under several
+    names has its first).
     ``random`` is the key of the batch that is computed next: set it before each forward in
     training mode.  A stage and its parts share modules and key, and belong to one thread.
     """

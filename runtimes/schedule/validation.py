@@ -393,9 +393,7 @@ class _DryRun:
     def is_sent(self, receive: Action) -> bool:
         key = channel(receive, self.plan)
         return any(
-            action.op in SENDS
-            and action.unit == receive.unit
-            and channel(action, self.plan) == key
+            action.op in SENDS and action.unit == receive.unit and channel(action, self.plan) == key
             for stream in self.program.of_rank(key.sender)
             for action in stream
         )

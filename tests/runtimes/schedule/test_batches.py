@@ -1,5 +1,7 @@
 """Splitting batches into units and units into replicas."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ def test_a_split_is_contiguous_complete_and_even(samples: int, parts: int) -> No
     intervals = split(samples, parts)
     assert intervals[0][0] == 0
     assert intervals[-1][1] == samples
-    assert all(a[1] == b[0] for a, b in zip(intervals, intervals[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(intervals))
     sizes = [high - low for low, high in intervals]
     assert sizes == [(samples + i) // parts for i in range(parts)]
     assert max(sizes) - min(sizes) <= 1
