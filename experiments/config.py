@@ -194,7 +194,6 @@ class Launch(Section):
 
     device: Literal["cpu", "cuda"] = "cpu"
     pin_cores: bool = False
-    threads: Count = 1
     nodes: Count = 1
     node_rank: int = Field(default=0, ge=0)
     address: str = "127.0.0.1"

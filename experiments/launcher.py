@@ -53,7 +53,6 @@ def launch(
     run_dir: Path,
     spec: LaunchSpec,
     *,
-    threads: int = 1,
     keep_open: Sequence[int] = (),
     stop: threading.Event | None = None,
     watch: Callable[[], None] = lambda: None,
@@ -68,7 +67,7 @@ def launch(
     inbox, outbox = os.pipe()
     try:
         with writing(run_dir / "log"), (run_dir / "log").open("ab") as log:
-            agent = _start(spec, outbox, threads, keep_open, log.fileno())
+            agent = _start(spec, outbox, keep_open, log.fileno())
     finally:
         os.close(outbox)
     with os.fdopen(inbox, "rb") as stream:
@@ -98,9 +97,10 @@ def _report(text: bytes) -> Report | None:
 
 
 def _start(
-    spec: LaunchSpec, outbox: int, threads: int, keep_open: Sequence[int], log: int
+    spec: LaunchSpec, outbox: int, keep_open: Sequence[int], log: int
 ) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    # One thread a rank: with more, ranks on one host would take the cores from each other.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if spec.nodes == 1:
         # Ranks of one host need no network, and a host name that resolves to nowhere is common.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

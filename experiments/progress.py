@@ -52,7 +52,8 @@ class Progress:
     def _show(self) -> None:
         text = " · ".join(f"{run}: {doing}" for run, doing in self._now.items())
         if self._live is None:
-            self._live = self._console.status("")
+            # Once a second: what turns faster takes time from the ranks that are being timed.
+            self._live = self._console.status("", spinner="line", refresh_per_second=1)
             self._live.start()
         if text:
             # Text, not markup: an action's name may hold what rich takes for a tag.

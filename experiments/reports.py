@@ -25,8 +25,7 @@ __all__ = [
 def columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows of text in aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-             for row in rows)  # fmt: skip
+    lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
 
 

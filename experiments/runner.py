@@ -180,7 +180,6 @@ def _attempt(
     outcome = launch(
         run.path,
         launch_spec(config.launch, rank_command(run.path), job.world_size, prepared.id),
-        threads=config.launch.threads,
         keep_open=(launching.lock.descriptor,),
         stop=launching.stop,
         watch=_watch(config, run, job, launching),

@@ -39,7 +39,6 @@ ESSENTIAL = [
     "data.augmentation.flip=true",
     "system.options.policy=B",
     "launch.pin_cores=true",
-    "launch.threads=2",
 ]
 
 
