@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-from analysis.layout import Cell, Column, Row, Table, View, fixed, percent
-from analysis.records import Record
-from analysis.statistics import spread
-from analysis.throughput import machine_line, order, plan_line, status_line
+import pandas as pd
 
-__all__ = ["AGREEMENT", "Agreement", "agreements", "describe", "tables", "task"]
+from analysis.layout import ABSENT, Table, View, fixed, percent
+from analysis.records import Records
+
+__all__ = ["AGREEMENT", "agreements", "differences", "status_lines", "tables", "training"]
 
 AGREEMENT = 1e-3
 """Largest relative difference of a step's loss at which two synchronous systems count as equal:
@@ -31,62 +29,59 @@ COSMETIC_IN = {
 """Configuration that changes no result, and the seed, over which accuracies are averaged."""
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """How far a run's losses are from dp's over the first epoch, as max |loss − dp| ÷ |dp|.
+def training(records: Records) -> pd.DataFrame:
+    """The training runs, those of one task together, with these columns more:
 
-    ``difference`` is nan if a loss is not a number, None if there is nothing to compare with;
-    ``step`` is where it is largest.  ``compared`` of dp's ``expected`` steps are in both records.
+    ``task``: a key of model, data, regime, epochs and source.  Synchronous systems of one task and
+    seed have the same loss at every step.
+    ``variant``: a key of all but the seed: runs that differ in it are never averaged.
+    ``shown``: the system with its options, as in "dp (overlap = false)".
+    ``model``, ``data``, ``regime``: in words for people; ``task`` tells them apart.
     """
-
-    record: Record
-    reference: Record | None
-    difference: float | None
-    step: int | None
-    compared: int
-    expected: int
-
-    @property
-    def agrees(self) -> bool:
-        complete = 0 < self.expected == self.compared
-        return complete and self.difference is not None and self.difference <= AGREEMENT
+    runs = records.runs[records.runs["kind"] == "train"]
+    added = [_described(run) for run in runs.to_dict("records")]
+    runs = runs.join(pd.DataFrame(added, index=runs.index, columns=[*DESCRIPTION]))
+    runs["first"] = runs.groupby("task")["name"].transform("first")
+    return runs.sort_values(["source", "first", "task"], kind="stable").drop(columns="first")
 
 
-def task(record: Record) -> str:
-    """What a training run learns from, as a key: model, data, regime and epochs, and where it was
-    recorded.  Synchronous systems of one task and seed have the same loss at every step."""
-    config = record.config
-    train = _section(config, "train")
-    data = {
-        key: value
-        for key, value in _section(config, "data").items()
-        if key not in COSMETIC_IN["data"]
-    }
-    regime = {key: train.get(key) for key in REGIME}
-    epochs = train.get("epochs", record.epochs)
-    device = _section(config, "launch").get("device")
-    learned = [_section(config, "model"), data, regime, record.batch_size, epochs, device]
-    return json.dumps([record.source, *learned], sort_keys=True, default=str)
+DESCRIPTION = ("task", "variant", "shown", "model", "data", "regime")
 
 
-def describe(record: Record) -> dict[str, str]:
-    """Model, data and regime of a record in words for people; :func:`task` tells them apart."""
-    train, data, model = (_section(record.config, key) for key in ("train", "data", "model"))
-    size = data.get("image_size")
-    optimizer, rate = _section(train, "optimizer"), _section(train, "learning_rate")
+def _described(run: Mapping[Any, Any]) -> dict[str, str]:
+    config = run["config"]
+    plain = {key: value for key, value in config.items() if key not in COSMETIC}
+    for section, names in COSMETIC_IN.items():
+        values = _section(config, section)
+        plain[section] = {key: value for key, value in values.items() if key not in names}
+    train, data, model = plain["train"], plain["data"], _section(plain, "model")
+    settings = {key: train.get(key) for key in REGIME}
+    epochs = train.get("epochs", None if pd.isna(run["epochs"]) else int(run["epochs"]))
+    device = plain["launch"].get("device")
+    learned = [run["source"], model, data, settings, run["batch_size"], epochs, device]
+    variant = [run["label"], run["evidence"], run["plan"], plain]
+    optimizer, size = _section(train, "optimizer"), data.get("image_size")
     smoothing = train.get("label_smoothing")
     regime = [
-        f"B = {record.batch_size}",
+        f"B = {run['batch_size']}",
         f"{optimizer['name']} {optimizer.get('lr', '')}".strip() if "name" in optimizer else "",
-        str(rate.get("kind", "")),
+        str(_section(train, "learning_rate").get("kind", "")),
         f"label smoothing {smoothing}" if smoothing else "",
         str(train.get("precision", "")),
     ]
     return {
+        "task": json.dumps(learned, sort_keys=True, default=str),
+        "variant": json.dumps(variant, sort_keys=True, default=str),
+        "shown": _system(run),
         "model": _model(model),
         "data": f"{data['set']}{f' {size}×{size}' if size else ''}" if "set" in data else "",
         "regime": ", ".join(part for part in regime if part),
     }
+
+
+def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    return value if isinstance(value, dict) else {}
 
 
 def _model(model: Mapping[str, Any]) -> str:
@@ -96,206 +91,180 @@ def _model(model: Mapping[str, Any]) -> str:
     return " ".join([str(model.get("name", "")), *parts]).strip()
 
 
-def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key)
-    return value if isinstance(value, dict) else {}
+def _options(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _section(_section(config, "system"), "options")
 
 
-def tables(records: Iterable[Record]) -> tuple[Table, ...]:
-    """An accuracy table a task, then a loss agreement table a task with step losses."""
-    tasks: dict[str, list[Record]] = {}
-    for record in records:
-        if record.kind == "train":
-            tasks.setdefault(task(record), []).append(record)
-    groups = [sorted(group, key=lambda item: (*order(item), item.id)) for group in tasks.values()]
-    groups.sort(key=lambda group: (group[0].source, group[0].name, task(group[0])))
-    accuracy = [_accuracy_table(group) for group in groups]
-    agreement = [_agreement_table(group) for group in groups if any(run.steps for run in group)]
+def _system(run: Mapping[Any, Any]) -> str:
+    options = _options(run["config"])
+    if run["label"] != run["system"] or not options:
+        return str(run["label"])
+    words = ", ".join(f"{key} = {json.dumps(options[key])}" for key in sorted(options))
+    return f"{run['label']} ({words})"
+
+
+def tables(records: Records) -> tuple[Table, ...]:
+    """An accuracy table a task, then a loss agreement table a task with something to compare."""
+    runs = training(records)
+    agreed = agreements(records)
+    agreed = agreed[agreed["task"].isin(runs.loc[runs.index.isin(records.steps["run"]), "task"])]
+    accuracy = [_accuracy_table(group) for _, group in runs.groupby("task", sort=False)]
+    agreement = [_agreement_table(group) for _, group in agreed.groupby("task", sort=False)]
     return (*accuracy, *agreement)
 
 
-def _title(subject: str, record: Record) -> str:
-    words = describe(record)
-    on = f"{words['model']} on {words['data']}" if words["data"] else words["model"]
-    parts = [part for part in (on, words["regime"]) if part]
-    if record.source:
-        parts.append(f"reference record of {record.source}")
+def _title(subject: str, runs: pd.DataFrame) -> str:
+    first = runs.iloc[0]
+    on = f"{first['model']} on {first['data']}" if first["data"] else first["model"]
+    parts = [part for part in (on, first["regime"]) if part]
+    if first["source"]:
+        parts.append(f"reference record of {first['source']}")
     return f"{subject}: {', '.join(parts)}"
 
 
-def _accuracy_table(records: Sequence[Record]) -> Table:
+def _accuracy_table(runs: pd.DataFrame) -> Table:
     """A row for the seeds of a system that ended alike: failures are rows of their own."""
-    groups: dict[tuple[Any, ...], list[Record]] = {}
-    for record in records:
-        groups.setdefault((_variant(record), record.status, record.error), []).append(record)
-    machines = "; ".join(dict.fromkeys(machine_line(record.machine) for record in records))
-    view = View(
-        _title("Accuracy", records[0]),
+    ok = runs["status"] == "ok"
+    top, loss = runs["accuracy"].where(ok), runs["final_loss"].where(ok)
+    seeds = runs["seed"].astype(str)
+    groups = runs.assign(accuracy=top, final_loss=loss, seeds=seeds).groupby(
+        ["variant", "status", "error"], sort=False, dropna=False, as_index=False
+    )
+    kept = ("source", "name", "shown", "plan", "model", "data", "regime")
+    frame = groups.agg(
+        **{name: (name, "first") for name in kept},
+        accuracy_mean_fraction=("accuracy", "mean"),
+        accuracy_sd_fraction=("accuracy", "std"),
+        accuracy_min_fraction=("accuracy", "min"),
+        accuracy_max_fraction=("accuracy", "max"),
+        seeds=("seeds", " ".join),
+        epochs=("epochs", "first"),
+        final_loss_mean=("final_loss", "mean"),
+        evidence=("evidence", "first"),
+        machine=("machine", "first"),
+    )
+    ends = ["status", "error", "evidence", "machine"]
+    columns = [name for name in frame if name not in ("variant", *ends)]
+    frame = frame[[*columns, *ends]].rename(columns={"shown": "system"})
+    frame["source"] = frame["source"].replace("", "fresh")
+    caption = (
         "Top-1 in percent over the whole validation set after the last epoch: mean ± sample "
-        f"standard deviation over seeds. Machine: {machines}.",
-        (
-            Column("system", lambda row: str(row["system"]), numeric=False),
-            Column("plan", lambda row: str(row["plan"]), numeric=False),
-            Column("accuracy", _mean),
-            Column("min–max", _range),
-            Column("seeds", lambda row: str(row["seeds"])),
-            Column("epochs", lambda row: fixed(row["epochs"], 0)),
-            Column("final loss", lambda row: fixed(row["final_loss_mean"], 4)),
-            Column("evidence", lambda row: str(row["evidence"]), numeric=False),
-            Column("status", status_line, numeric=False),
-        ),
+        f"standard deviation over seeds. Machine: {'; '.join(runs['machine'].unique())}."
     )
-    return Table("accuracy", tuple(_accuracy_row(group) for group in groups.values()), (view,))
+    cells = pd.DataFrame(
+        {
+            "system": frame["system"],
+            "plan": frame["plan"],
+            "accuracy": frame.apply(_mean, axis=1),
+            "min–max": frame.apply(_range, axis=1),
+            "seeds": frame["seeds"],
+            "epochs": frame["epochs"].map(lambda epochs: fixed(epochs, 0)),
+            "final loss": frame["final_loss_mean"].map(lambda loss: fixed(loss, 4)),
+            "evidence": frame["evidence"],
+            "status": status_lines(frame),
+        }
+    )
+    return Table("accuracy", frame, (View(_title("Accuracy", runs), caption, cells),))
 
 
-def _variant(record: Record) -> str:
-    """A key for runs that differ in nothing but the seed: no others are averaged."""
-    config = {key: value for key, value in record.config.items() if key not in COSMETIC}
-    for section, names in COSMETIC_IN.items():
-        values = _section(record.config, section)
-        config[section] = {key: value for key, value in values.items() if key not in names}
-    parts = [record.label, record.evidence.label, plan_line(record), config]
-    return json.dumps(parts, sort_keys=True, default=str)
-
-
-def _accuracy_row(records: Sequence[Record]) -> Row:
-    first = records[0]
-    top = [record.accuracy for record in records if record.ok and record.accuracy is not None]
-    losses = [
-        record.final_loss for record in records if record.ok and record.final_loss is not None
-    ]
-    accuracy, loss = spread(top) if top else None, spread(losses) if losses else None
-    return {
-        "source": first.source or "fresh",
-        "name": first.name,
-        "system": _system(first),
-        "plan": plan_line(first),
-        **describe(first),
-        "accuracy_mean_fraction": accuracy.mean if accuracy else None,
-        "accuracy_sd_fraction": accuracy.deviation if accuracy else None,
-        "accuracy_min_fraction": accuracy.low if accuracy else None,
-        "accuracy_max_fraction": accuracy.high if accuracy else None,
-        "seeds": " ".join(str(record.seed) for record in records),
-        "epochs": first.epochs,
-        "final_loss_mean": loss.mean if loss else None,
-        "status": first.status,
-        "error": first.error,
-        "evidence": first.evidence.label,
-        "machine": machine_line(first.machine),
-    }
-
-
-def _system(record: Record) -> str:
-    """The label, with the options that make it another system: "dp (overlap = false)"."""
-    options = _section(_section(record.config, "system"), "options")
-    if record.label != record.system or not options:
-        return record.label
-    words = ", ".join(f"{key} = {json.dumps(options[key])}" for key in sorted(options))
-    return f"{record.label} ({words})"
-
-
-def _mean(row: Row) -> str:
+def _mean(row: pd.Series[Any]) -> str:
     mean, deviation = row["accuracy_mean_fraction"], row["accuracy_sd_fraction"]
-    known = isinstance(deviation, float) and not math.isnan(deviation)
-    return f"{percent(mean, 2)} ± {percent(deviation, 2)}" if known else percent(mean, 2)
+    spread = "" if pd.isna(deviation) else f" ± {percent(deviation, 2)}"
+    return percent(mean, 2) + spread
 
 
-def _range(row: Row) -> str:
+def _range(row: pd.Series[Any]) -> str:
     low, high = row["accuracy_min_fraction"], row["accuracy_max_fraction"]
-    return percent(low, 2) if low == high else f"{percent(low, 2)}–{percent(high, 2)}"
+    return "–".join(dict.fromkeys((percent(low, 2), percent(high, 2))))
 
 
-def agreements(records: Iterable[Record]) -> tuple[Agreement, ...]:
-    """Every training run that is not dp against dp of the same task and seed."""
-    runs = sorted(
-        (record for record in records if record.kind == "train"),
-        key=lambda item: (*order(item), item.id),
+def status_lines(frame: pd.DataFrame) -> pd.Series[str]:
+    """How the runs of each row ended, and why."""
+    reason = ": " + frame["error"].astype(object).fillna("").astype(str)
+    return frame["status"] + reason.where(reason != ": ", "")
+
+
+def differences(records: Records) -> pd.DataFrame:
+    """|loss − dp| ÷ |dp| of every update that a training run and its ``reference`` both have: 0 if
+    both losses are 0, NaN if one is not a number."""
+    pairs = _referred(records)["reference"].reset_index()
+    theirs = records.steps.rename(columns={"run": "reference", "loss": "loss_of_dp"})
+    steps = pairs.merge(records.steps, on="run").merge(theirs, on=["reference", "step", "epoch"])
+    apart = (steps["loss"] - steps["loss_of_dp"]).abs() / steps["loss_of_dp"].abs()
+    return steps.assign(difference=apart.mask(steps["loss"] == steps["loss_of_dp"], 0.0))
+
+
+def _referred(records: Records) -> pd.DataFrame:
+    """Training runs with the ``reference`` they are compared with, which is not among them: dp of
+    the same task and seed, an undisturbed run first, then the one under the plain name."""
+    runs = training(records).reset_index()
+    dp = runs[(runs["system"] == "dp") & runs["run"].isin(records.steps["run"])]
+    dp = dp.assign(disturbed=dp["status"] != "ok", special=dp["config"].map(_options).astype(bool))
+    dp = dp.sort_values(["disturbed", "special"], kind="stable").drop_duplicates(["task", "seed"])
+    dp = dp.assign(reference=dp["run"].astype("Int64"), reference_id=dp["id"])
+    references = dp[["task", "seed", "reference", "reference_id"]]
+    runs = runs.merge(references, on=["task", "seed"], how="left")
+    return runs[runs["run"].ne(runs["reference"]).fillna(True)].set_index("run")
+
+
+def agreements(records: Records) -> pd.DataFrame:
+    """Every training run but the references, with its largest difference in the first epoch.
+
+    ``difference`` is NaN if a loss is not a number or nothing is compared; it is largest at
+    ``step``.  ``compared`` of the ``expected`` steps of dp are in both records.
+    """
+    runs = _referred(records)
+    shared = differences(records)
+    shared = shared[shared["epoch"] == 0]
+    ranked = shared.sort_values("difference", ascending=False, na_position="first", kind="stable")
+    worst = ranked.drop_duplicates("run").set_index("run")
+    first = records.steps[records.steps["epoch"] == 0].groupby("run").size()
+    compared = shared.groupby("run").size().reindex(runs.index, fill_value=0)
+    expected = runs["reference"].map(first).fillna(0).astype(int)
+    return runs.assign(
+        difference=worst["difference"],
+        step=worst["step"].astype("Int64"),
+        compared=compared,
+        expected=expected,
+        agrees=(expected > 0)
+        & (expected == compared)
+        & (worst["difference"].reindex(runs.index) <= AGREEMENT),
     )
-    # An undisturbed dp run comes first, then the one under the plain name.
-    runs_of_dp = sorted(
-        (run for run in runs if run.system == "dp" and run.steps),
-        key=lambda run: (not run.ok, bool(_section(run.config, "system").get("options"))),
+
+
+def _agreement_table(items: pd.DataFrame) -> Table:
+    known = items["reference"].notna()
+    frame = pd.DataFrame(
+        {
+            "source": items["source"].replace("", "fresh"),
+            "name": items["name"],
+            "system": items["shown"],
+            **{name: items[name] for name in ("plan", "model", "data", "regime", "seed")},
+            "reference": items["reference_id"],
+            "largest_relative_difference": items["difference"],
+            "step": items["step"],
+            "steps_compared": items["compared"],
+            "steps_of_dp": items["expected"],
+            "agrees": items["agrees"].astype(object).where(known, None),
+            **{name: items[name] for name in ("status", "error", "evidence")},
+        }
     )
-    results = []
-    for run in runs:
-        fitting = (dp for dp in runs_of_dp if dp.seed == run.seed and task(dp) == task(run))
-        reference = next(fitting, None)
-        if reference is not run:
-            results.append(_agreement(run, reference))
-    return tuple(results)
-
-
-def _agreement(run: Record, reference: Record | None) -> Agreement:
-    if reference is None:
-        return Agreement(run, None, None, None, 0, 0)
-    ours, theirs = (
-        {step.index: step.loss for step in side.steps if step.epoch == 0}
-        for side in (run, reference)
-    )
-    difference, worst = None, None
-    for index in sorted(ours.keys() & theirs.keys()):
-        apart = relative_difference(ours[index], theirs[index])
-        # nan outranks every number, and is kept once seen.
-        if difference is None or apart > difference or (math.isnan(apart) > math.isnan(difference)):
-            difference, worst = apart, index
-    compared = len(ours.keys() & theirs.keys())
-    return Agreement(run, reference, difference, worst, compared, len(theirs))
-
-
-def relative_difference(value: float, reference: float) -> float:
-    """|value − reference| ÷ |reference|; 0 if both are 0."""
-    if value == reference:
-        return 0.0
-    return abs(value - reference) / abs(reference) if reference else math.inf
-
-
-def _agreement_table(records: Sequence[Record]) -> Table:
-    rows = tuple(_agreement_row(item) for item in agreements(records))
-    view = View(
-        _title("Loss against dp", records[0]),
+    caption = (
         "Largest |loss − dp| ÷ |dp| over the steps of the first epoch, same seed and batches; "
-        f"{AGREEMENT:g} or less over all of dp's steps agrees.",
-        (
-            Column("system", lambda row: str(row["system"]), numeric=False),
-            Column("plan", lambda row: str(row["plan"]), numeric=False),
-            Column("seed", lambda row: str(row["seed"])),
-            Column("largest difference", _difference),
-            Column("at step", lambda row: fixed(row["step"], 0)),
-            Column("steps", lambda row: f"{row['steps_compared']} of {row['steps_of_dp']}"),
-            Column("agrees", _agrees, numeric=False),
-            Column("status", status_line, numeric=False),
-        ),
+        f"{AGREEMENT:g} or less over all of dp's steps agrees."
     )
-    return Table("loss-agreement", rows, (view,))
-
-
-def _agreement_row(item: Agreement) -> Row:
-    record = item.record
-    return {
-        "source": record.source or "fresh",
-        "name": record.name,
-        "system": _system(record),
-        "plan": plan_line(record),
-        **describe(record),
-        "seed": record.seed,
-        "reference": item.reference.id if item.reference else None,
-        "largest_relative_difference": item.difference,
-        "step": item.step,
-        "steps_compared": item.compared,
-        "steps_of_dp": item.expected,
-        "agrees": item.agrees if item.reference else None,
-        "status": record.status,
-        "error": record.error,
-        "evidence": record.evidence.label,
-    }
-
-
-def _difference(row: Row) -> str:
-    value: Cell = row["largest_relative_difference"]
-    return f"{value:.1e}" if isinstance(value, float) else fixed(value)
-
-
-def _agrees(row: Row) -> str:
-    return (
-        {True: "yes", False: "no"}.get(bool(row["agrees"]), "") if row["reference"] else "no dp run"
+    largest = items["difference"].map("{:.1e}".format).where(items["compared"] > 0, ABSENT)
+    cells = pd.DataFrame(
+        {
+            "system": items["shown"],
+            "plan": items["plan"],
+            "seed": items["seed"].astype(str),
+            "largest difference": largest,
+            "at step": items["step"].map(lambda step: fixed(step, 0)),
+            "steps": items["compared"].astype(str) + " of " + items["expected"].astype(str),
+            "agrees": items["agrees"].map({True: "yes", False: "no"}).where(known, "no dp run"),
+            "status": status_lines(items),
+        }
     )
+    title = _title("Loss against dp", items)
+    return Table("loss-agreement", frame, (View(title, caption, cells),))

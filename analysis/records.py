@@ -1,4 +1,4 @@
-"""Run records as typed data: what the tables and figures know of a results directory.
+"""Run records as tidy tables: what the tables and figures know of a results directory.
 
 A results directory holds ``runs/<id>/`` (fresh) and ``reference/**/`` (committed, each from the
 machine it names).  Only result.json, events.jsonl and config.toml are read.  A failed run is a
@@ -8,25 +8,19 @@ record like any other.
 from __future__ import annotations
 
 import json
-import math
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+import pandas as pd
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from analysis.evidence import Evidence
 
-__all__ = [
-    "PARTS",
-    "Evaluation",
-    "Record",
-    "Round",
-    "Step",
-    "load_records",
-]
+__all__ = ["PARTS", "PEERS", "Records", "load_records", "machine_line"]
 
-RESULT_SCHEMA = "pipebench.result/1"
 PARTS = (
     "compute",
     "interference",
@@ -37,98 +31,134 @@ PARTS = (
     "overhead",
 )
 """The parts that add up to a rank's wall time, in the order of tables and figures."""
+PEERS = {"dp": "torch-ddp", "gpipe": "torch-gpipe", "dapple": "torch-1f1b"}
+"""The peer that runs the same schedule."""
 
-STATUSES = (
-    "ok",
-    "failed",
-    "oom",
-    "timeout",
-    "diverged",
-    "interrupted",
-    "unfinished",
-    "skipped_hardware",
-)
+ORDER = [name for pair in PEERS.items() for name in pair]
+
+WHOLE = ("run", "round", "position", "samples", "rank", "step", "epoch")
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Round:
-    """One timed round: ``samples`` trained in ``wall_s`` seconds of the slowest rank;
-    ``compute_bound_s`` is the schedule's own lower bound, from slices measured in this round."""
+class Records:
+    """All records, fresh ones first; then a system, its peer, the next system, as in tables.
 
-    index: int
+    ``runs``: a row a run, or a contender of a benchmark; the others refer to its index, "run".
+    ``source`` is "" for a fresh run, else the path below reference/ that holds it; ``evidence`` is
+    the class of its times, ``launch`` who its rounds may be paired with, ``config`` a dict.
+    ``rounds``: a row a timed round: ``samples`` trained in ``wall_s`` seconds of the slowest rank;
+    ``compute_bound_s`` is the schedule's own lower bound, from slices measured in this round.
+    ``ranks``: a row a rank of a benchmark: seconds, averaged over rounds: "wall" and
+    :data:`PARTS`, NaN where they are not known of the system.
+    ``steps``: a row an update; ``loss`` is the mean over the global batch.
+    ``evaluations``: a row an evaluation after ``step`` updates; ``accuracy`` is top-1, 0 … 1.
+    """
+
+    runs: pd.DataFrame
+    rounds: pd.DataFrame
+    ranks: pd.DataFrame
+    steps: pd.DataFrame
+    evaluations: pd.DataFrame
+
+
+class _Strict(BaseModel):
+    """No value is turned into another type; a whole number is a float as well."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class _Round(_Strict):
+    round: int
     position: int
-    wall_s: float
+    wall_s: float = Field(gt=0)
     samples: int
-    compute_bound_s: float | None
-
-    @property
-    def images_per_s(self) -> float:
-        return self.samples / self.wall_s
+    compute_bound_s: float | None = None
 
 
-@dataclass(frozen=True)
-class Step:
-    """One update of the weights; ``loss`` is the mean over the global batch."""
-
-    index: int
+class _Step(_Strict):
+    step: int
     epoch: int
-    loss: float
+    loss: float | None
+    """Strict JSON has no NaN: a loss that is not a number may be stored as null."""
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Top-1 ``accuracy`` (0 … 1) over the whole validation set after ``updates`` updates."""
-
-    updates: int
+class _Evaluation(_Strict):
+    step: int
     epoch: int
     accuracy: float
 
 
-@dataclass(frozen=True)
-class Record:
-    """One run, or one contender of a benchmark.
-
-    ``source`` is "" for a fresh run, else the path below reference/ that holds it.
-    ``replicas`` is one number if all stages have as many, else one a stage, as in "2,1".
-    ``breakdown`` maps each rank to seconds, averaged over rounds: "wall", and those of
-    :data:`PARTS` that are known of the system.
-    ``evidence`` is the class of its times.
-    """
-
+class _Result(_Strict):
+    schema_: Literal["pipebench.result/1"] = Field(alias="schema")
     id: str
-    source: str
     name: str
     kind: str
     system: str
     label: str
     seed: int
-    status: str
-    error: str | None
-    evidence: Evidence
-    machine: Mapping[str, Any]
+    status: Literal[
+        "ok",
+        "failed",
+        "oom",
+        "timeout",
+        "diverged",
+        "interrupted",
+        "unfinished",
+        "skipped_hardware",
+    ]
+    error: str | None = None
+    evidence: Annotated[str, AfterValidator(lambda text: Evidence.parse(text).label)]
+    machine: dict[str, Any] = {}
     batch_size: int
     micro_batches: int
     stages: int
-    replicas: str
+    replicas: int | list[int]
     bench_id: str | None = None
     epochs: int | None = None
     final_loss: float | None = None
     accuracy: float | None = None
-    rounds: tuple[Round, ...] = ()
-    breakdown: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    steps: tuple[Step, ...] = ()
-    evaluations: tuple[Evaluation, ...] = ()
-    config: Mapping[str, Any] = field(default_factory=dict)
+    rounds: list[_Round] = []
+    breakdown: dict[Annotated[int, Strict(False)], dict[str, float | None]] = {}
+
+
+@dataclass(frozen=True)
+class _Run:
+    source: str
+    result: _Result
+    events: Sequence[_Step | _Evaluation]
+    config: Mapping[str, Any]
+
+    def events_of(self, kind: type[_Strict]) -> list[dict[str, Any]]:
+        return [event.model_dump() for event in self.events if isinstance(event, kind)]
 
     @property
-    def ok(self) -> bool:
-        return self.status == "ok"
+    def place(self) -> tuple[Any, ...]:
+        result = self.result
+        system = ORDER.index(result.system) if result.system in ORDER else len(ORDER)
+        shape = (result.system, result.micro_batches, result.label, result.seed, result.id)
+        return self.source, system, *shape
+
+    @property
+    def row(self) -> dict[str, Any]:
+        told = {"schema_", "machine", "replicas", "rounds", "breakdown"}
+        replicas = _replicas(self.result.replicas)
+        plan = {"S": self.result.stages, "R": replicas, "M": self.result.micro_batches}
+        cuts = [f"{letter}={count}" for letter, count in plan.items() if str(count) != "1"]
+        return {
+            "source": self.source,
+            **self.result.model_dump(exclude=told),
+            "replicas": replicas,
+            "plan": " ".join(cuts) or "S=1",  # in the papers' letters
+            "machine": machine_line(self.result.machine),
+            "launch": self.result.bench_id or self.result.id,
+            "config": self.config,
+        }
 
 
-def load_records(results_dir: Path) -> tuple[Record, ...]:
-    """All records below ``results_dir``, fresh ones first, in a stable order.
+def load_records(results_dir: Path) -> Records:
+    """All records below ``results_dir``.
 
     A run that was begun and has no result (it is still going, or its launcher was killed) is a
     record of status "unfinished"; so is a contender of such a benchmark.
@@ -136,40 +166,60 @@ def load_records(results_dir: Path) -> tuple[Record, ...]:
     Raises:
         ValueError: there are none, or a file is broken; the message names it.
     """
-    records: list[Record] = []
-    for source, directory in _run_directories(Path(results_dir)):
-        records += _load_directory(source, directory)
-    if not records:
+    directories = _run_directories(Path(results_dir))
+    found = [run for source, directory in directories for run in _load(source, directory)]
+    if not found:
         raise ValueError(f"no runs in {results_dir}: run ./reproduce.sh first")
-    return tuple(records)
+    runs = sorted(found, key=lambda run: run.place)
+    table = pd.DataFrame([run.row for run in runs]).rename_axis("run")
+    rounds = _frame(
+        _Round.model_fields, ([item.model_dump() for item in run.result.rounds] for run in runs)
+    )
+    accounts = [run.result.breakdown.items() for run in runs]
+    return Records(
+        table.astype({"epochs": "Int64", "final_loss": float, "accuracy": float}),
+        rounds.assign(images_per_s=rounds["samples"] / rounds["wall_s"]),
+        _frame(
+            ("rank", "wall", *PARTS),
+            ([{"rank": rank, **told} for rank, told in ranks] for ranks in accounts),
+        ),
+        _frame(_Step.model_fields, (run.events_of(_Step) for run in runs)),
+        _frame(_Evaluation.model_fields, (run.events_of(_Evaluation) for run in runs)),
+    )
+
+
+def _frame(names: Iterable[str], groups: Iterable[Iterable[dict[str, Any]]]) -> pd.DataFrame:
+    """A row an item, ordered by run and the first name; of two with the same, the last counts."""
+    rows = [{"run": run, **item} for run, items in enumerate(groups) for item in items]
+    frame = pd.DataFrame(rows, columns=["run", *names])
+    frame = frame.astype({name: int if name in WHOLE else float for name in frame})
+    key = [*frame.columns[:2]]
+    return frame.drop_duplicates(key, keep="last").sort_values(key, ignore_index=True)
 
 
 def _run_directories(results_dir: Path) -> Iterator[tuple[str, Path]]:
     runs = results_dir / "runs"
     if runs.is_dir():
-        for directory in sorted(runs.iterdir()):
-            if directory.is_dir():
-                yield "", directory
+        yield from (("", directory) for directory in sorted(runs.iterdir()) if directory.is_dir())
     reference = results_dir / "reference"
-    if reference.is_dir():
-        for result in sorted(reference.rglob("result.json")):
-            yield result.parent.parent.relative_to(reference).as_posix(), result.parent
+    for result in sorted(reference.rglob("result.json")):
+        yield result.parent.parent.relative_to(reference).as_posix(), result.parent
 
 
-def _load_directory(source: str, directory: Path) -> list[Record]:
-    events = _read(directory / "events.jsonl", _events) or _Events()
+def _load(source: str, directory: Path) -> list[_Run]:
+    events = _read(directory / "events.jsonl", _events) or ()
     config = _read(directory / "config.toml", _toml) or {}
 
-    def finished(content: bytes) -> list[Record]:
-        return [_record(source, directory.name, json.loads(content.decode()), events, config)]
+    def finished(content: bytes) -> list[_Result]:
+        told = json.loads(content.decode())
+        return [_Result(**{"id": directory.name, "label": told.get("system"), **told})]
 
-    def unfinished(content: bytes) -> list[Record]:
-        return _unfinished(directory, _toml(content), events)
-
-    records = _read(directory / "result.json", finished)
-    if records is None:
-        records = _read(directory / "config.toml", unfinished)
-    return records or []
+    results = _read(directory / "result.json", finished)
+    if results is None:
+        results = _read(
+            directory / "config.toml", lambda content: _unfinished(directory, _toml(content))
+        )
+    return [_Run(source, result, events, config) for result in results or []]
 
 
 def _toml(content: bytes) -> dict[str, Any]:
@@ -182,22 +232,29 @@ def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:
         return parse(path.read_bytes())
     except FileNotFoundError:
         return None
+    except ValidationError as error:
+        raise ValueError(f"{path} is broken: {_complaint(error)}") from error
     except KeyError as error:
         raise ValueError(f"{path} is broken: the key {error} is missing") from error
     except (ValueError, TypeError, AttributeError, OSError) as error:
         raise ValueError(f"{path} is broken: {error}") from error
 
 
-@dataclass(frozen=True)
-class _Events:
-    steps: tuple[Step, ...] = ()
-    evaluations: tuple[Evaluation, ...] = ()
+def _complaint(error: ValidationError) -> str:
+    """The first fault that pydantic found, with the value and what it must be."""
+    fault = error.errors()[0]
+    if fault["type"] == "missing":
+        return f"the key {fault['loc'][-1]!r} is missing"
+    if fault["type"] == "value_error":
+        return str(fault["ctx"]["error"])
+    key = ".".join(map(str, fault["loc"]))
+    return f"{key} is {fault['input']!r}, but {fault['msg'].replace('Input should', 'must')}"
 
 
-def _events(content: bytes) -> _Events:
+def _events(content: bytes) -> list[_Step | _Evaluation]:
     """What a file of events says; a last line that a crash cut short is left out."""
     lines = [(n, line) for n, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
-    steps, evaluations = [], []
+    events: list[_Step | _Evaluation] = []
     for number, line in lines:
         try:
             event = json.loads(line)
@@ -207,74 +264,14 @@ def _events(content: bytes) -> _Events:
             raise ValueError(f"line {number} is not JSON") from None
         try:
             if event["event"] == "step":
-                index, epoch = _value(event, "step", int), _value(event, "epoch", int)
-                steps.append(Step(index, epoch, _loss(event["loss"])))
+                events.append(_Step(**event))
             elif event["event"] == "evaluation":
-                updates, epoch = _value(event, "step", int), _value(event, "epoch", int)
-                accuracy = _value(event, "accuracy", float)
-                evaluations.append(Evaluation(updates, epoch, accuracy))
-        except (KeyError, TypeError, ValueError) as error:
+                events.append(_Evaluation(**event))
+        except ValidationError as error:
+            raise ValueError(f"line {number} is not a valid event: {_complaint(error)}") from None
+        except (KeyError, TypeError) as error:
             raise ValueError(f"line {number} is not a valid event: {error!r}") from None
-    return _Events(tuple(steps), tuple(evaluations))
-
-
-def _loss(value: float | None) -> float:
-    """Strict JSON has no NaN: a loss that is not a number may be stored as null."""
-    return math.nan if value is None else float(value)
-
-
-def _record(
-    source: str,
-    identity: str,
-    result: Mapping[str, Any],
-    events: _Events,
-    config: Mapping[str, Any],
-) -> Record:
-    if result["schema"] != RESULT_SCHEMA:
-        raise ValueError(f"its schema is {result['schema']!r}, but must be {RESULT_SCHEMA!r}")
-    if result["status"] not in STATUSES:
-        known = ", ".join(STATUSES)
-        raise ValueError(f"unknown status {result['status']!r}: one of {known}")
-    return Record(
-        id=_value(result, "id", str, identity),
-        source=source,
-        name=_value(result, "name", str),
-        kind=_value(result, "kind", str),
-        system=_value(result, "system", str),
-        label=_value(result, "label", str, result["system"]),
-        seed=_value(result, "seed", int),
-        status=result["status"],
-        error=_optional(result, "error", str),
-        evidence=Evidence.parse(_value(result, "evidence", str)),
-        machine=_value(result, "machine", dict, {}),
-        batch_size=_value(result, "batch_size", int),
-        micro_batches=_value(result, "micro_batches", int),
-        stages=_value(result, "stages", int),
-        replicas=_replicas(result["replicas"]),
-        bench_id=_optional(result, "bench_id", str),
-        epochs=_optional(result, "epochs", int),
-        final_loss=_optional(result, "final_loss", float),
-        accuracy=_optional(result, "accuracy", float),
-        rounds=tuple(_round(entry) for entry in _value(result, "rounds", list, [])),
-        breakdown=_breakdown(_value(result, "breakdown", dict, {})),
-        steps=events.steps,
-        evaluations=events.evaluations,
-        config=config,
-    )
-
-
-def _value(entry: Mapping[str, Any], key: str, kind: type[T], missing: T | None = None) -> T:
-    """``entry[key]``, which must be of that kind; a whole number is a float as well."""
-    value = entry[key] if missing is None else entry.get(key, missing)
-    if kind is float and isinstance(value, int):
-        value = float(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{key} is {value!r}, but must be of type {kind.__name__}")
-    return value
-
-
-def _optional(entry: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
-    return None if entry.get(key) is None else _value(entry, key, kind)
+    return events
 
 
 def _replicas(value: int | list[int]) -> str:
@@ -283,67 +280,45 @@ def _replicas(value: int | list[int]) -> str:
     return ",".join(str(count) for count in (counts if len(set(counts)) > 1 else counts[:1]))
 
 
-def _unfinished(directory: Path, config: Mapping[str, Any], events: _Events) -> list[Record]:
+def _unfinished(directory: Path, config: Mapping[str, Any]) -> list[_Result]:
     """What a directory without a result was to become: a run, or the contenders of a benchmark
     less those whose records lie beside it."""
-    bench = config.get("bench")
-    if bench is None:
-        return [_begun(directory.name, config, config["system"]["name"], config["plan"], events)]
-    records = []
-    for contender in bench["contenders"]:
+    if "bench" not in config:
+        system = config["system"]["name"]
+        return [_begun(config, config["plan"], id=directory.name, system=system, label=system)]
+    results = []
+    for contender in config["bench"]["contenders"]:
         identity = f"{directory.name}.{contender['label']}"
         if not (directory.parent / identity / "result.json").exists():
             plan = {**config["plan"], **contender.get("plan", {})}
-            record = _begun(identity, config, contender["system"], plan, events)
-            records.append(replace(record, label=contender["label"], bench_id=directory.name))
-    return records
+            names = {"id": identity, "system": contender["system"], "label": contender["label"]}
+            results.append(_begun(config, plan, **names, bench_id=directory.name))
+    return results
 
 
-def _begun(
-    identity: str,
-    config: Mapping[str, Any],
-    system: str,
-    plan: Mapping[str, Any],
-    events: _Events,
-) -> Record:
-    return Record(
-        id=identity,
-        source="",
+def _begun(config: Mapping[str, Any], plan: Mapping[str, Any], **names: Any) -> _Result:
+    return _Result(
+        schema="pipebench.result/1",
         name=config["name"],
         kind="bench" if "bench" in config else "train",
-        system=system,
-        label=system,
         seed=config["train"]["seed"],
         status="unfinished",
-        error=None,
-        evidence=Evidence.MEASURED,
-        machine={},
+        evidence=Evidence.MEASURED.label,
         batch_size=config["train"]["batch_size"],
         micro_batches=plan.get("micro_batches", 1),
         stages=plan.get("stages", 1),
-        replicas=_replicas(plan.get("replicas") or 1),
-        steps=events.steps,
-        evaluations=events.evaluations,
-        config=config,
+        replicas=plan.get("replicas") or 1,
+        **names,
     )
 
 
-def _round(entry: Mapping[str, Any]) -> Round:
-    timed = Round(
-        index=_value(entry, "round", int),
-        position=_value(entry, "position", int),
-        wall_s=_value(entry, "wall_s", float),
-        samples=_value(entry, "samples", int),
-        compute_bound_s=_optional(entry, "compute_bound_s", float),
-    )
-    if timed.wall_s <= 0:
-        raise ValueError(f"round {timed.index} took {timed.wall_s} s, but time must be positive")
-    return timed
-
-
-def _breakdown(entry: Mapping[str, Any]) -> Mapping[int, Mapping[str, float]]:
-    """Of each rank "wall" and the parts that are known; torch's schedules do not tell all."""
-    return {
-        int(rank): {part: float(seconds[part]) for part in ("wall", *PARTS) if part in seconds}
-        for rank, seconds in entry.items()
-    }
+def machine_line(machine: Mapping[str, Any]) -> str:
+    """One line of what a record says of its machine; keys it does not know are named."""
+    words = {"cores": "{} cores", "memory_gb": "{} GB memory"}
+    words |= dict.fromkeys(("cpu", "accelerators", "system"), "{}")
+    parts = []
+    for key, value in machine.items():
+        if value not in (None, "", []):
+            shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+            parts.append(words.get(key, key + " {}").format(shown))
+    return ", ".join(parts) or "not recorded"

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from analysis import accuracy, throughput
-from analysis.layout import Table, csv_text, document, markdown
+from analysis.layout import Table, document, markdown
 from analysis.records import load_records
 
 __all__ = ["SCHEMA", "print_tables", "tables_document", "write_tables"]
@@ -31,12 +33,15 @@ def write_tables(results_dir: Path, out_dir: Path) -> list[Path]:
     """
     tables = _tables(results_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
-    contents = {"tables.md": "\n\n".join(markdown(table) for table in tables) + "\n"}
+    paths = [out_dir / "tables.md"]
+    text = "\n\n".join(markdown(table) for table in tables) + "\n"
+    paths[0].write_text(text, encoding="utf-8")
     for name in dict.fromkeys(table.name for table in tables):
-        contents[f"{name}.csv"] = csv_text([table for table in tables if table.name == name])
-    for name, text in contents.items():
-        (out_dir / name).write_text(text, encoding="utf-8")
-    return [out_dir / name for name in contents]
+        paths.append(out_dir / f"{name}.csv")
+        # As objects, so that whole numbers stay whole beside tables that lack them.
+        frames = [table.plain.astype(object) for table in tables if table.name == name]
+        pd.concat(frames).to_csv(paths[-1], index=False, lineterminator="\n", encoding="utf-8")
+    return paths
 
 
 def tables_document(results_dir: Path) -> dict[str, Any]:

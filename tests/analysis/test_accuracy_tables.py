@@ -6,11 +6,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
-from analysis.accuracy import Agreement, agreements, tables
+from analysis.accuracy import agreements, tables
 from analysis.layout import Table, markdown
 from analysis.records import load_records
+from analysis.tables import write_tables
 from tests.analysis.builder import Results
 
 
@@ -111,8 +113,12 @@ def test_a_benchmark_has_no_accuracy(results: Results) -> None:
 # ---- agreement of losses -------------------------------------------------------------------------
 
 
-def agreement(results: Results) -> Agreement:
-    (item,) = agreements(load_records(results.root))
+def compared(results: Results) -> list[Any]:
+    return [*agreements(load_records(results.root)).itertuples()]
+
+
+def agreement(results: Results) -> Any:
+    (item,) = compared(results)
     return item
 
 
@@ -133,9 +139,9 @@ def test_one_in_a_thousand_is_the_limit(results: Results, loss: float, agrees: b
     results.train("dp", losses=[2.0, 1.0, 1.0])
     results.train("gpipe", losses=[2.0, 1.0, 1.0], identity="same")
     results.train("dapple", losses=[loss, 1.0, 1.0])
-    same, other = agreements(load_records(results.root))
+    same, other = compared(results)
     assert (same.agrees, same.difference) == (True, 0)
-    assert other.agrees is agrees
+    assert other.agrees == agrees
 
 
 def test_the_difference_is_relative_to_dp(results: Results) -> None:
@@ -158,7 +164,7 @@ def test_a_loss_that_is_no_number_does_not_agree(results: Results, place: int) -
     losses[place] = math.nan
     results.train("gpipe", losses=losses)
     item = agreement(results)
-    assert item.difference is not None
+    assert item.compared == 3
     assert math.isnan(item.difference)
     assert (item.step, item.agrees) == (place, False)
     assert lines(results, "loss-agreement", "gpipe")[0][3] == "nan"
@@ -171,7 +177,7 @@ def test_only_runs_of_one_task_and_seed_are_compared(
     results.train("dp", losses=[2.0, 1.0, 1.0], **changes)
     results.train("gpipe", losses=[2.0, 1.0, 1.0])
     item = agreement(results)
-    assert (item.record.system, item.reference, item.agrees) == ("gpipe", None, False)
+    assert (item.system, pd.isna(item.reference), item.agrees) == ("gpipe", True, False)
     assert lines(results, "loss-agreement", "gpipe")[0][6] == "no dp run"
 
 
@@ -179,9 +185,9 @@ def test_dp_without_options_is_the_reference(results: Results) -> None:
     results.train("dp", losses=[9.0, 9.0, 9.0], options="overlap = false", identity="a-blocking")
     results.train("dp", losses=[1.0, 1.0, 1.0], identity="b-plain")
     results.train("gpipe", losses=[1.0, 1.0, 1.0])
-    blocking, gpipe = agreements(load_records(results.root))
-    assert (blocking.record.id, blocking.difference) == ("a-blocking", 8.0)
-    assert (gpipe.reference or gpipe.record).id == "b-plain"
+    blocking, gpipe = compared(results)
+    assert (blocking.id, blocking.difference) == ("a-blocking", 8.0)
+    assert gpipe.reference_id == "b-plain"
     assert gpipe.agrees
 
 
@@ -189,5 +195,14 @@ def test_a_failed_dp_run_is_second_choice(results: Results) -> None:
     results.train("dp", losses=[9.0], status="failed", identity="a-failed")
     results.train("dp", losses=[1.0, 1.0, 1.0], options="overlap = false", identity="b-blocking")
     results.train("gpipe", losses=[1.0, 1.0, 1.0])
-    gpipe = agreements(load_records(results.root))[-1]
-    assert (gpipe.reference or gpipe.record).id == "b-blocking"
+    gpipe = compared(results)[-1]
+    assert gpipe.reference_id == "b-blocking"
+
+
+def test_where_dp_is_alone_there_is_nothing_to_agree(results: Results, tmp_path: Path) -> None:
+    results.train("dp", losses=[1.0, 1.0, 1.0])
+    assert agreements(load_records(results.root)).empty
+    assert found(results, "loss-agreement") == []
+    assert [path.name for path in write_tables(results.root, tmp_path)] == [
+        *("tables.md", "accuracy.csv")
+    ]

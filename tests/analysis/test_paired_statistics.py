@@ -5,29 +5,27 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
-import scipy.stats
 
 from analysis.evidence import Evidence
 from analysis.statistics import (
     Estimate,
     NoiseFloor,
+    PerRound,
     Reading,
-    Series,
-    interval_rank,
     median,
     noise_floor,
     paired_ratios,
     read,
-    spread,
     verdict,
 )
 
 MEASURED, SIMULATED = Evidence.MEASURED, Evidence.SIMULATED
 
 
-def series(*values: float, evidence: Evidence = MEASURED, launch: str = "b") -> Series:
-    return Series(dict(enumerate(values)), evidence, launch)
+def series(*values: float, evidence: Evidence = MEASURED, launch: str = "b") -> PerRound:
+    return PerRound(pd.Series(values, dtype=float), evidence, launch)
 
 
 def estimate(center: float, low: float, high: float, count: int = 9) -> Estimate:
@@ -56,20 +54,27 @@ def test_five_values_have_no_interval_and_six_have_their_range() -> None:
     assert median(series(1, 2, 3, 4, 5, 6)) == Estimate(3.5, 1, 6, 6, MEASURED)
 
 
-def test_the_interval_is_the_one_scipy_finds() -> None:
+def interval_rank(count: int) -> int:
+    """The largest k with P(Binomial(count, 1/2) < k) ≤ 0.025, in whole numbers: so many values
+    lie at or below the interval's lower end, and so many at or above its upper end."""
+    below = [sum(math.comb(count, i) for i in range(k)) for k in range(count)]
+    return max(k for k, ways in enumerate(below) if 40 * ways <= 2**count)
+
+
+def test_the_interval_ends_at_the_order_statistics_of_the_binomial() -> None:
     generator = np.random.default_rng(0)
     for count in range(6, 80):
-        values = generator.normal(size=count)
-        theirs = scipy.stats.quantile_test(values).confidence_interval(0.95)
-        ours = median(series(*values))
-        assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high)), count
+        values = sorted(generator.normal(size=count))
+        rank = interval_rank(count)
+        found = median(series(*values))
+        assert (found.low, found.high) == (values[rank - 1], values[-rank]), count
 
 
 @pytest.mark.parametrize(("count", "coverage"), [(6, 0.96875), (9, 0.9609), (20, 0.9586)])
 def test_the_interval_covers_the_median_as_often_as_computed(count: int, coverage: float) -> None:
     # Of 4000 draws the standard error is 0.003; log-normal, because times are skewed.
     draws = np.sort(np.random.default_rng(1).lognormal(size=(4000, count)), axis=1)
-    rank = interval_rank(count)
+    rank = int(median(series(*range(1, count + 1))).low)
     inside = (draws[:, rank - 1] <= 1.0) & (draws[:, -rank] >= 1.0)
     assert inside.mean() == pytest.approx(coverage, abs=0.012)
 
@@ -83,9 +88,9 @@ def test_no_values_have_no_median() -> None:
 
 
 def test_ratios_are_paired_by_round_and_not_by_size_or_place() -> None:
-    ours = Series({3: 30.0, 1: 10.0, 2: 60.0}, MEASURED, "b")
-    theirs = Series({1: 20.0, 2: 20.0, 4: 1.0, 3: 10.0}, MEASURED, "b")
-    assert paired_ratios(ours, theirs).values == {1: 0.5, 2: 3.0, 3: 3.0}
+    ours = PerRound(pd.Series({3: 30.0, 1: 10.0, 2: 60.0}), MEASURED, "b")
+    theirs = PerRound(pd.Series({1: 20.0, 2: 20.0, 4: 1.0, 3: 10.0}), MEASURED, "b")
+    assert paired_ratios(ours, theirs).values.to_dict() == {1: 0.5, 2: 3.0, 3: 3.0}
 
 
 def test_the_median_of_pairs_is_not_the_ratio_of_medians_nor_the_mean() -> None:
@@ -105,7 +110,10 @@ def test_pairs_do_not_cross_evidence_classes() -> None:
 
 def test_no_common_round_is_an_error() -> None:
     with pytest.raises(ValueError, match="share no round"):
-        paired_ratios(Series({1: 1.0}, MEASURED, "b"), Series({2: 1.0}, MEASURED, "b"))
+        paired_ratios(
+            PerRound(pd.Series({1: 1.0}), MEASURED, "b"),
+            PerRound(pd.Series({2: 1.0}), MEASURED, "b"),
+        )
 
 
 # ---- the noise floor -----------------------------------------------------------------------------
@@ -170,22 +178,3 @@ def test_verdicts_do_not_cross_evidence_classes() -> None:
     for decide in (lambda r, f: read(r, f), lambda r, f: verdict(r, 1.2, f)):
         with pytest.raises(ValueError, match="cannot mix"):
             decide(estimate(1.25, 1.2, 1.3), simulated)
-
-
-# ---- seeds ---------------------------------------------------------------------------------------
-
-
-def test_spread_over_seeds() -> None:
-    found = spread([0.90, 0.94, 0.98, 0.98])
-    assert (found.mean, found.low, found.high, found.count) == pytest.approx((0.95, 0.90, 0.98, 4))
-    # Deviations −0.05, −0.01, 0.03, 0.03: squares add up to 0.0044, over n − 1 = 3.
-    assert found.deviation == pytest.approx(math.sqrt(0.0044 / 3))
-
-
-def test_one_seed_has_no_deviation() -> None:
-    assert math.isnan(spread([0.9]).deviation)
-
-
-def test_no_seeds_are_an_error() -> None:
-    with pytest.raises(ValueError, match="no seeds"):
-        spread([])
