@@ -17,9 +17,12 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runtimes.execution.status import die_with_parent
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec
 
 __all__ = ["LaunchSpec", "RankExit", "RankWatch", "Report", "main"]
 
@@ -148,25 +151,51 @@ def _signal(watched: _Watched, number: signal.Signals) -> None:
         os.killpg(watched.pid, number)
 
 
-def _run(spec: LaunchSpec, watch: RankWatch) -> Report:
-    """As torch's elastic_launch does it, but with an agent that asks the watch."""
-    from torch.distributed.elastic.agent.server.api import (
-        RunResult,
-        WorkerGroup,
-        WorkerSpec,
-        WorkerState,
-    )
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+def _worker_spec(spec: LaunchSpec) -> WorkerSpec:
+    """What torch's elastic_launch makes of its configuration."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    static = spec.rendezvous == "static"
+    place = {"rank": spec.node_rank} if static else {"is_host": spec.node_rank == 0}
+    address = spec.local_address or (spec.address if spec.nodes == 1 else None)
+    meeting = RendezvousParameters(
+        backend=spec.rendezvous,
+        endpoint=f"{spec.address}:{spec.port}",
+        run_id=spec.launch_id,
+        min_nodes=spec.nodes,
+        max_nodes=spec.nodes,
+        local_addr=address,
+        timeout=_RENDEZVOUS_S,
+        **place,
+    )
+    program, *arguments = spec.command
+    return WorkerSpec(
+        role="rank",
+        local_world_size=spec.ranks,
+        entrypoint=program,
+        args=tuple(arguments),
+        rdzv_handler=get_rendezvous_handler(meeting),
+        max_restarts=0,
+        monitor_interval=0.1,
+        master_addr=spec.address if static else None,
+        master_port=spec.port if static else None,
+        local_addr=address,
+    )
+
+
+def _agent(spec: LaunchSpec, watch: RankWatch) -> SimpleElasticAgent:
+    """The agent of torch's elastic_launch, but one that asks the watch."""
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
     class Agent(LocalElasticAgent):
         def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
             pids: dict[int, Any] = super()._start_workers(worker_group)
-            watch.begin(
-                {worker_group.workers[local].global_rank: pid for local, pid in pids.items()}
-            )
+            ranks = [worker.global_rank for worker in worker_group.workers]
+            watch.begin({ranks[local]: pid for local, pid in pids.items()})
             return pids
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -175,39 +204,18 @@ def _run(spec: LaunchSpec, watch: RankWatch) -> Report:
             result: RunResult = super()._monitor_workers(worker_group)
             return result
 
-    static = spec.rendezvous == "static"
-    place = {"rank": spec.node_rank} if static else {"is_host": spec.node_rank == 0}
-    address = spec.local_address or (spec.address if spec.nodes == 1 else None)
+    # Output is not redirected: it goes where the agent's goes, the run's log.
+    logs = DefaultLogsSpecs(log_dir=os.devnull)
+    return Agent(_worker_spec(spec), logs, shutdown_timeout=spec.shutdown_s)
+
+
+def _run(spec: LaunchSpec, watch: RankWatch) -> Report:
+    from torch.distributed.elastic.multiprocessing import SignalException
+
     try:
-        rendezvous = get_rendezvous_handler(
-            RendezvousParameters(
-                backend=spec.rendezvous,
-                endpoint=f"{spec.address}:{spec.port}",
-                run_id=spec.launch_id,
-                min_nodes=spec.nodes,
-                max_nodes=spec.nodes,
-                local_addr=address,
-                timeout=_RENDEZVOUS_S,
-                **place,
-            )
-        )
-        program, *arguments = spec.command
-        worker = WorkerSpec(
-            role="rank",
-            local_world_size=spec.ranks,
-            entrypoint=program,
-            args=tuple(arguments),
-            rdzv_handler=rendezvous,
-            max_restarts=0,
-            monitor_interval=0.1,
-            master_addr=spec.address if static else None,
-            master_port=spec.port if static else None,
-            local_addr=address,
-        )
-        # Output is not redirected: it goes where the agent's goes, the run's log.
-        logs = DefaultLogsSpecs(log_dir=os.devnull)
-        Agent(worker, logs, shutdown_timeout=spec.shutdown_s).run()
-        rendezvous.shutdown()
+        agent = _agent(spec, watch)
+        agent.run()
+        agent.get_worker_group().spec.rdzv_handler.shutdown()
     except SignalException as error:
         return watch.report(f"the launch agent was ended by {error.sigval.name}")
     except Exception as error:  # Whatever it is, the launcher has to tell it to the user.
