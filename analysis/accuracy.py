@@ -17,16 +17,18 @@ AGREEMENT = 1e-3
 """Largest relative difference of a step's loss at which two synchronous systems count as equal:
 what float32 sums in another order leave after an epoch."""
 
-REGIME = ("batch_size", "optimizer", "learning_rate", "label_smoothing", "precision")
-"""What of [train] a synchronous system's losses depend on, besides seed and epochs."""
-
-COSMETIC = ("name", "tiers", "tracking")
-COSMETIC_IN = {
-    "train": ("seed", "seeds", "action_timeout_s"),
-    "data": ("root", "download"),
-    "launch": ("node_rank", "address", "port", "local_address", "rendezvous"),
-}
+LEARNED = (
+    *("model.", "data.", "launch.device", "train.batch_size", "train.optimizer"),
+    *("train.learning_rate", "train.label_smoothing", "train.precision"),
+)
+"""Configuration that a synchronous system's losses depend on, besides seed and epochs."""
+COSMETIC = (
+    *("name", "tiers", "tracking.", "train.seed", "train.action_timeout_s", "data.root"),
+    *("data.download", "launch.node_rank", "launch.address", "launch.port"),
+    *("launch.local_address", "launch.rendezvous"),
+)
 """Configuration that changes no result, and the seed, over which accuracies are averaged."""
+OPTION = "system.options."
 
 
 def training(records: Records) -> pd.DataFrame:
@@ -39,68 +41,52 @@ def training(records: Records) -> pd.DataFrame:
     ``model``, ``data``, ``regime``: in words for people; ``task`` tells them apart.
     """
     runs = records.runs[records.runs["kind"] == "train"]
-    added = [_described(run) for run in runs.to_dict("records")]
-    runs = runs.join(pd.DataFrame(added, index=runs.index, columns=[*DESCRIPTION]))
+    names = ["task", "variant", "shown", "model", "data", "regime"]
+    added = [_described(run, _settings(run["config"])) for run in runs.to_dict("records")]
+    runs = runs.join(pd.DataFrame(added, index=runs.index, columns=names))
     runs["first"] = runs.groupby("task")["name"].transform("first")
     return runs.sort_values(["source", "first", "task"], kind="stable").drop(columns="first")
 
 
-DESCRIPTION = ("task", "variant", "shown", "model", "data", "regime")
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """A nested configuration by dotted keys, less what is cosmetic."""
+    flat = pd.json_normalize(config).to_dict("records")[0] if config else {}
+    return {str(key): flat[key] for key in flat if not str(key).startswith(COSMETIC)}
 
 
-def _described(run: Mapping[Any, Any]) -> dict[str, str]:
-    config = run["config"]
-    plain = {key: value for key, value in config.items() if key not in COSMETIC}
-    for section, names in COSMETIC_IN.items():
-        values = _section(config, section)
-        plain[section] = {key: value for key, value in values.items() if key not in names}
-    train, data, model = plain["train"], plain["data"], _section(plain, "model")
-    settings = {key: train.get(key) for key in REGIME}
-    epochs = train.get("epochs", None if pd.isna(run["epochs"]) else int(run["epochs"]))
-    device = plain["launch"].get("device")
-    learned = [run["source"], model, data, settings, run["batch_size"], epochs, device]
-    variant = [run["label"], run["evidence"], run["plan"], plain]
-    optimizer, size = _section(train, "optimizer"), data.get("image_size")
-    smoothing = train.get("label_smoothing")
-    regime = [
+def _described(run: Mapping[Any, Any], settings: Mapping[str, Any]) -> dict[str, str]:
+    learned = {key: value for key, value in settings.items() if key.startswith(LEARNED)}
+    epochs = settings.get("train.epochs", run["epochs"])
+    task = [run["source"], learned, run["batch_size"], epochs]
+    variant = [run["label"], run["evidence"], run["plan"], settings]
+    options = {key: settings[key] for key in sorted(settings) if key.startswith(OPTION)}
+    special = [f"{key.removeprefix(OPTION)} = {json.dumps(options[key])}" for key in options]
+    named = run["label"] != run["system"] or not options
+
+    def words(*parts: tuple[str, str]) -> str:
+        known = [word.format(settings[key]) for word, key in parts if settings.get(key)]
+        return " ".join(known)
+
+    regime = (
         f"B = {run['batch_size']}",
-        f"{optimizer['name']} {optimizer.get('lr', '')}".strip() if "name" in optimizer else "",
-        str(_section(train, "learning_rate").get("kind", "")),
-        f"label smoothing {smoothing}" if smoothing else "",
-        str(train.get("precision", "")),
-    ]
+        words(("{}", "train.optimizer.name"), ("{}", "train.optimizer.lr")),
+        words(("{}", "train.learning_rate.kind")),
+        words(("label smoothing {}", "train.label_smoothing")),
+        words(("{}", "train.precision")),
+    )
     return {
-        "task": json.dumps(learned, sort_keys=True, default=str),
+        "task": json.dumps(task, sort_keys=True, default=str),
         "variant": json.dumps(variant, sort_keys=True, default=str),
-        "shown": _system(run),
-        "model": _model(model),
-        "data": f"{data['set']}{f' {size}×{size}' if size else ''}" if "set" in data else "",
+        "shown": run["label"] if named else f"{run['label']} ({', '.join(special)})",
+        "model": words(
+            ("{}", "model.name"),
+            ("width {}", "model.args.embed_dim"),
+            ("depth {}", "model.args.depth"),
+            ("patch {}", "model.args.patch_size"),
+        ),
+        "data": words(("{}", "data.set"), ("{0}×{0}", "data.image_size")),
         "regime": ", ".join(part for part in regime if part),
     }
-
-
-def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key)
-    return value if isinstance(value, dict) else {}
-
-
-def _model(model: Mapping[str, Any]) -> str:
-    arguments = _section(model, "args")
-    shown = (("width", "embed_dim"), ("depth", "depth"), ("patch", "patch_size"))
-    parts = [f"{word} {arguments[key]}" for word, key in shown if key in arguments]
-    return " ".join([str(model.get("name", "")), *parts]).strip()
-
-
-def _options(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return _section(_section(config, "system"), "options")
-
-
-def _system(run: Mapping[Any, Any]) -> str:
-    options = _options(run["config"])
-    if run["label"] != run["system"] or not options:
-        return str(run["label"])
-    words = ", ".join(f"{key} = {json.dumps(options[key])}" for key in sorted(options))
-    return f"{run['label']} ({words})"
 
 
 def tables(records: Records) -> tuple[Table, ...]:
@@ -125,28 +111,27 @@ def _title(subject: str, runs: pd.DataFrame) -> str:
 def _accuracy_table(runs: pd.DataFrame) -> Table:
     """A row for the seeds of a system that ended alike: failures are rows of their own."""
     ok = runs["status"] == "ok"
-    top, loss = runs["accuracy"].where(ok), runs["final_loss"].where(ok)
-    seeds = runs["seed"].astype(str)
-    groups = runs.assign(accuracy=top, final_loss=loss, seeds=seeds).groupby(
-        ["variant", "status", "error"], sort=False, dropna=False, as_index=False
+    runs = runs.assign(
+        accuracy=runs["accuracy"].where(ok),
+        final_loss=runs["final_loss"].where(ok),
+        seeds=runs["seed"].astype(str),
     )
-    kept = ("source", "name", "shown", "plan", "model", "data", "regime")
+    alike = ["variant", "status", "error"]
+    groups = runs.groupby(alike, sort=False, dropna=False, as_index=False)
+    told = ("source", "name", "shown", "plan", "model", "data", "regime")
+    spread = {"mean": "mean", "sd": "std", "min": "min", "max": "max"}
     frame = groups.agg(
-        **{name: (name, "first") for name in kept},
-        accuracy_mean_fraction=("accuracy", "mean"),
-        accuracy_sd_fraction=("accuracy", "std"),
-        accuracy_min_fraction=("accuracy", "min"),
-        accuracy_max_fraction=("accuracy", "max"),
+        **{name: (name, "first") for name in told},
+        **{f"accuracy_{name}_fraction": ("accuracy", how) for name, how in spread.items()},
         seeds=("seeds", " ".join),
         epochs=("epochs", "first"),
         final_loss_mean=("final_loss", "mean"),
         evidence=("evidence", "first"),
         machine=("machine", "first"),
     )
-    ends = ["status", "error", "evidence", "machine"]
+    ends = ("status", "error", "evidence", "machine")
     columns = [name for name in frame if name not in ("variant", *ends)]
     frame = frame[[*columns, *ends]].rename(columns={"shown": "system"})
-    frame["source"] = frame["source"].replace("", "fresh")
     caption = (
         "Top-1 in percent over the whole validation set after the last epoch: mean ± sample "
         f"standard deviation over seeds. Machine: {'; '.join(runs['machine'].unique())}."
@@ -199,7 +184,8 @@ def _referred(records: Records) -> pd.DataFrame:
     the same task and seed, an undisturbed run first, then the one under the plain name."""
     runs = training(records).reset_index()
     dp = runs[(runs["system"] == "dp") & runs["run"].isin(records.steps["run"])]
-    dp = dp.assign(disturbed=dp["status"] != "ok", special=dp["config"].map(_options).astype(bool))
+    special = dp["variant"].str.contains(f'"{OPTION}', regex=False)
+    dp = dp.assign(disturbed=dp["status"] != "ok", special=special)
     dp = dp.sort_values(["disturbed", "special"], kind="stable").drop_duplicates(["task", "seed"])
     dp = dp.assign(reference=dp["run"].astype("Int64"), reference_id=dp["id"])
     references = dp[["task", "seed", "reference", "reference_id"]]
@@ -219,36 +205,29 @@ def agreements(records: Records) -> pd.DataFrame:
     ranked = shared.sort_values("difference", ascending=False, na_position="first", kind="stable")
     worst = ranked.drop_duplicates("run").set_index("run")
     first = records.steps[records.steps["epoch"] == 0].groupby("run").size()
-    compared = shared.groupby("run").size().reindex(runs.index, fill_value=0)
-    expected = runs["reference"].map(first).fillna(0).astype(int)
-    return runs.assign(
+    runs = runs.assign(
         difference=worst["difference"],
         step=worst["step"].astype("Int64"),
-        compared=compared,
-        expected=expected,
-        agrees=(expected > 0)
-        & (expected == compared)
-        & (worst["difference"].reindex(runs.index) <= AGREEMENT),
+        compared=shared.groupby("run").size().reindex(runs.index, fill_value=0),
+        expected=runs["reference"].map(first).fillna(0).astype(int),
     )
+    complete = (runs["expected"] > 0) & (runs["expected"] == runs["compared"])
+    return runs.assign(agrees=complete & (runs["difference"] <= AGREEMENT))
 
 
 def _agreement_table(items: pd.DataFrame) -> Table:
     known = items["reference"].notna()
-    frame = pd.DataFrame(
-        {
-            "source": items["source"].replace("", "fresh"),
-            "name": items["name"],
-            "system": items["shown"],
-            **{name: items[name] for name in ("plan", "model", "data", "regime", "seed")},
-            "reference": items["reference_id"],
-            "largest_relative_difference": items["difference"],
-            "step": items["step"],
-            "steps_compared": items["compared"],
-            "steps_of_dp": items["expected"],
-            "agrees": items["agrees"].astype(object).where(known, None),
-            **{name: items[name] for name in ("status", "error", "evidence")},
-        }
-    )
+    renamed = {
+        "shown": "system",
+        "reference_id": "reference",
+        "difference": "largest_relative_difference",
+        "compared": "steps_compared",
+        "expected": "steps_of_dp",
+    }
+    told = ("source", "name", "shown", "plan", "model", "data", "regime", "seed", "reference_id")
+    found = ("difference", "step", "compared", "expected", "agrees", "status", "error", "evidence")
+    frame = items.assign(agrees=items["agrees"].astype(object).where(known, None))
+    frame = frame[[*told, *found]].rename(columns=renamed)
     caption = (
         "Largest |loss − dp| ÷ |dp| over the steps of the first epoch, same seed and batches; "
         f"{AGREEMENT:g} or less over all of dp's steps agrees."
@@ -266,5 +245,4 @@ def _agreement_table(items: pd.DataFrame) -> Table:
             "status": status_lines(items),
         }
     )
-    title = _title("Loss against dp", items)
-    return Table("loss-agreement", frame, (View(title, caption, cells),))
+    return Table("loss-agreement", frame, (View(_title("Loss against dp", items), caption, cells),))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from analysis.accuracy import AGREEMENT, agreements, differences, training
 from analysis.records import PEERS, Records, load_records
 from analysis.statistics import interval
-from analysis.throughput import FRACTION, SHARES, Comparison, compare
+from analysis.throughput import SHARES, Comparison, compare
 
 __all__ = ["FIGURES", "write_figure"]
 
@@ -50,10 +50,12 @@ WIDTH_IN = 7.2
 
 OURS, THEIRS, INK, ROUND = "#7ba3cc", "#ffffff", "#1d2733", "#c0504d"
 PEER_HATCH = "/////"
-COLORS = ("#1f4e79", "#c0504d", "#e0a030", "#6f9fc8", "#7a8c5a", "#ffffff", "#c9c9c9", "#f1ece2")
-HATCHES = ("", "xxx", "////", "\\\\\\\\", "...", "", "", "|||")
+SHADES = ("#1f4e79", "#c0504d", "#e0a030", "#6f9fc8", "#7a8c5a", "#ffffff", "#c9c9c9", "#f1ece2")
+COLORS = dict(zip(SHARES, SHADES, strict=True))
+HATCHES = dict(zip(SHARES, ("", "xxx", "////", "\\\\\\\\", "...", "", "", "|||"), strict=True))
 """Of the parts of the wall time: they differ in grey as well."""
 CURVES = ("#1f4e79", "#c0504d", "#e0a030", "#4f6b3a", "#8064a2", "#3aa0a0", "#7f7f7f")
+NOTHING = "no {} among the records has {}: run ./reproduce.sh first"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
@@ -91,52 +93,44 @@ def _panels(
     One panel is ``single`` inches wide, up to ``abreast`` of them share the width of a page.
     """
     columns = count if count <= abreast else 2
-    lines = math.ceil(count / columns)
-    width = single if count == 1 else WIDTH_IN
-    figure = Figure(figsize=(width, height * lines * rows), layout="constrained")
+    lines = math.ceil(count / columns) * rows
+    figure = Figure((single if count == 1 else WIDTH_IN, height * lines), layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.subplots(lines * rows, columns, squeeze=False)
-    panels = [
-        list(grid[line * rows : (line + 1) * rows, column])
-        for line in range(lines)
-        for column in range(columns)
+    firsts = [panel // columns * rows * columns + panel % columns + 1 for panel in range(count)]
+    return figure, [
+        [figure.add_subplot(lines, columns, first + row * columns) for row in range(rows)]
+        for first in firsts
     ]
-    for unused in panels[count:]:
-        for axes in unused:
-            axes.set_axis_off()
-    return figure, panels[:count]
 
 
-def _measured(records: Records, column: str, lacking: str) -> list[Comparison]:
-    """Benchmarks with the contenders that have a value in that column, if there are any."""
-    kept = [
-        replace(item, contenders=item.contenders[item.contenders[column].notna()])
-        for item in compare(records)
-    ]
-    if not (kept := [item for item in kept if not item.contenders.empty]):
-        raise ValueError(f"no benchmark among the records has {lacking}: run ./reproduce.sh first")
-    return kept
-
-
-def _title(panel: Axes, comparison: Comparison, all_: Sequence[Comparison]) -> None:
-    """The name, with the launch's own hash where it repeats; evidence; whose reference it is."""
-    parts = [comparison.name, ", ".join(comparison.contenders["evidence"].unique())]
-    if [item.name for item in all_].count(comparison.name) > 1:
-        parts[0] += f" {comparison.launch.rpartition('-')[2]}"
-    if comparison.source:
-        parts.append(f"reference: {comparison.source}")
-    panel.set_title(" · ".join(parts), loc="left")
+def _titled(
+    comparisons: Sequence[Comparison], panels: Sequence[Sequence[Axes]]
+) -> Iterator[tuple[Comparison, Axes]]:
+    """Each comparison with its panel under the name, with the launch's own hash where it repeats;
+    evidence; whose reference it is."""
+    names = [item.name for item in comparisons]
+    for item, (panel,) in zip(comparisons, panels, strict=True):
+        parts = [item.name, ", ".join(item.contenders["evidence"].unique())]
+        if names.count(item.name) > 1:
+            parts[0] += f" {item.launch.rpartition('-')[2]}"
+        if item.source:
+            parts.append(f"reference: {item.source}")
+        panel.set_title(" · ".join(parts), loc="left")
+        yield item, panel
 
 
 def _throughput(records: Records) -> Figure:
     """Images/s: bar = median, line = its 95 % interval, dots = rounds."""
-    column = "throughput_median_images_per_s"
-    comparisons = _measured(records, column, "a measured contender")
+    compared = [
+        replace(item, contenders=item.contenders.dropna(subset="throughput_median_images_per_s"))
+        for item in compare(records)
+    ]
+    if not (comparisons := [item for item in compared if len(item.contenders)]):
+        raise ValueError(NOTHING.format("benchmark", "a measured contender"))
     widest = max(len(item.contenders) for item in comparisons)
     figure, panels = _panels(len(comparisons), max(3.4, 0.42 * widest + 0.8), 2.5, abreast=3)
-    for comparison, (panel,) in zip(comparisons, panels, strict=True):
+    for comparison, panel in _titled(comparisons, panels):
         _draw_speeds(panel, comparison.contenders, records.rounds)
-        _title(panel, comparison, comparisons)
     handles = [
         Patch(facecolor=OURS, edgecolor=INK, linewidth=0.6, label="pipebench"),
         Patch(facecolor=THEIRS, edgecolor=INK, linewidth=0.6, hatch=PEER_HATCH, label="torch"),
@@ -189,50 +183,45 @@ def _draw_speeds(panel: Axes, contenders: pd.DataFrame, rounds: pd.DataFrame) ->
 
 def _breakdown(records: Records) -> Figure:
     """Where the wall time goes: parts as percent, mean over ranks."""
-    comparisons = _measured(records, "compute" + FRACTION, "an account of its wall time")
-    most = max(len(item.contenders) for item in comparisons)
+    comparisons = [item for item in compare(records) if len(item.shares)]
+    if not comparisons:
+        raise ValueError(NOTHING.format("benchmark", "an account of its wall time"))
+    most = max(len(item.shares) for item in comparisons)
     figure, panels = _panels(len(comparisons), 4.2, 0.2 * most + 0.85)
-    known: set[str] = set()
-    for comparison, (panel,) in zip(comparisons, panels, strict=True):
-        known |= set(_draw_shares(panel, comparison.contenders))
-        _title(panel, comparison, comparisons)
+    for comparison, panel in _titled(comparisons, panels):
+        _draw_shares(panel, comparison.shares.dropna(axis=1, how="all"))
+    known = pd.concat([item.shares for item in comparisons]).dropna(axis=1, how="all")
     handles = [
-        Patch(facecolor=color, hatch=hatch, edgecolor=INK, linewidth=0.5, label=part)
-        for part, color, hatch in zip(SHARES, COLORS, HATCHES, strict=True)
+        Patch(facecolor=color, hatch=HATCHES[part], edgecolor=INK, linewidth=0.5, label=part)
+        for part, color in COLORS.items()
         if part in known
     ]
     figure.legend(handles=handles, loc="outside upper center", ncols=4, columnspacing=1.0)
     return figure
 
 
-def _draw_shares(panel: Axes, contenders: pd.DataFrame) -> list[str]:
-    """Draws the parts as bars laid end to end, and says which are known of any contender."""
-    shares = contenders.set_index("label")[[part + FRACTION for part in SHARES]]
-    shares = shares.set_axis([*SHARES], axis=1)
-    parts = [part for part in SHARES if shares[part].notna().any()]
+def _draw_shares(panel: Axes, shares: pd.DataFrame) -> None:
     sns.histplot(
         shares.melt(ignore_index=False, var_name="part", value_name="share").reset_index(),
         y="label",
         weights="share",
         hue="part",
-        hue_order=parts[::-1],
+        hue_order=shares.columns[::-1],
         multiple="stack",
         shrink=0.72,
-        palette=dict(zip(SHARES, COLORS, strict=True)),
+        palette=COLORS,
         alpha=1,
         edgecolor=INK,
         linewidth=0.5,
         legend=False,
         ax=panel,
     )
-    hatches = dict(zip(SHARES, HATCHES, strict=True))
-    for bars, part in zip(panel.containers, parts, strict=True):
+    for bars, part in zip(panel.containers, shares.columns, strict=True):
         for bar in bars:
-            bar.set_hatch(hatches[part])
+            bar.set_hatch(HATCHES[part])
     panel.tick_params(axis="y", length=0)
     panel.xaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
     panel.set(xlim=(0, 1), xlabel="wall time, mean over ranks", ylabel=None)
-    return parts
 
 
 def _loss(records: Records) -> Figure:
@@ -240,7 +229,7 @@ def _loss(records: Records) -> Figure:
     runs = training(records)
     runs = runs[runs.index.isin(records.steps["run"])]
     if runs.empty:
-        raise ValueError("no training run among the records has a loss: run ./reproduce.sh first")
+        raise ValueError(NOTHING.format("training run", "a loss"))
     apart, compared = differences(records), agreements(records).index
     steps = records.steps.assign(update=records.steps["step"] + 1)
     groups = [group for _, group in runs.groupby(["task", "seed"])]
@@ -311,13 +300,8 @@ def _finish_losses(above: Axes, below: Axes, run: pd.Series[Any], curves: pd.Dat
     above.legend(ncols=2)
     first = curves.loc[curves["epoch"] == 0, "update"].max()
     below.plot([0, first], [AGREEMENT] * 2, color=INK, linewidth=1.4, solid_capstyle="butt")
-    words: dict[str, Any] = {
-        "textcoords": "offset points",
-        "xytext": (3, 2),
-        "va": "bottom",
-        "fontsize": 7,
-    }
-    below.annotate(f"limit in the first epoch: {AGREEMENT:g}", (0, AGREEMENT), **words)
+    words, offset = f"limit in the first epoch: {AGREEMENT:g}", "offset points"
+    below.annotate(words, (0, AGREEMENT), (3, 2), textcoords=offset, va="bottom", fontsize=7)
     for panel in (above, below):
         panel.set(xlim=(0, 1.02 * curves["update"].max()), xlabel="update")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -39,14 +39,15 @@ class Table:
 
     @property
     def plain(self) -> pd.DataFrame:
-        """The frame without infinities, which neither CSV nor JSON should hold."""
-        return self.frame.replace([np.inf, -np.inf], np.nan)
+        """The frame as it is written: without infinities, which JSON lacks, and whole numbers stay
+        whole beside those that are missing."""
+        named = self.frame.replace({"source": {"": "fresh"}})
+        return named.replace([np.inf, -np.inf], np.nan).astype(object)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         """Rows by column, None where there is no value."""
-        cells = self.plain.astype(object)
-        rows = cells.where(cells.notna(), None).to_dict("records")
+        rows = self.plain.where(self.plain.notna(), None).to_dict("records")
         return [{str(name): value for name, value in row.items()} for row in rows]
 
 

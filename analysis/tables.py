@@ -38,8 +38,7 @@ def write_tables(results_dir: Path, out_dir: Path) -> list[Path]:
     paths[0].write_text(text, encoding="utf-8")
     for name in dict.fromkeys(table.name for table in tables):
         paths.append(out_dir / f"{name}.csv")
-        # As objects, so that whole numbers stay whole beside tables that lack them.
-        frames = [table.plain.astype(object) for table in tables if table.name == name]
+        frames = [table.plain for table in tables if table.name == name]
         pd.concat(frames).to_csv(paths[-1], index=False, lineterminator="\n", encoding="utf-8")
     return paths
 

@@ -57,8 +57,10 @@ class Comparison:
     floor: NoiseFloor | None
 
     @property
-    def measured(self) -> pd.DataFrame:
-        return self.contenders[self.contenders["throughput_median_images_per_s"].notna()]
+    def shares(self) -> pd.DataFrame:
+        """The parts of the wall time by label, of the contenders that account for it."""
+        shares = self.contenders.set_index("label")[[part + FRACTION for part in SHARES]]
+        return shares.set_axis([*SHARES], axis=1).dropna(how="all")
 
 
 def compare(records: Records) -> tuple[Comparison, ...]:
@@ -66,9 +68,8 @@ def compare(records: Records) -> tuple[Comparison, ...]:
     bench = records.runs[records.runs["kind"] == "bench"]
     launches = [field for _, field in bench.groupby(["source", "launch"], sort=False)]
     comparisons = [_comparison(records, field) for field in launches]
-    return tuple(
-        sorted(comparisons, key=lambda item: (item.source, _natural(item.name), item.launch))
-    )
+    comparisons.sort(key=lambda item: (item.source, _natural(item.name), item.launch))
+    return tuple(comparisons)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -123,14 +124,14 @@ def _measurements(
     peer = _partner(ran, run, PEERS.get(str(ran.at[run, "system"]), ""), (*ALIKE, *SHAPE))
     found = {
         "peer": None if peer is None else ran.at[peer, "label"],
-        **dict(zip(_triple("throughput", "_images_per_s"), _ends(median(speed)), strict=True)),
-        **dict(zip(_triple("share_of_bound"), _ends(_ratio(bound, wall)), strict=True)),
+        **_ends("throughput", median(speed), "_images_per_s"),
+        **_ends("share_of_bound", _ratio(bound, wall)),
     }
     partners = {"ratio_to_dp": _partner(ran, run, "dp", ALIKE), "ratio_to_peer": peer}
     for name, other in partners.items():
         if other is not None:
             ratio = _ratio(speed, _per_round(records, ran, other, "images_per_s"))
-            found |= dict(zip(_triple(name), _ends(ratio), strict=True))
+            found |= _ends(name, ratio)
             found[f"{name}_reading"] = read(ratio, floor).value if ratio and floor else None
     return found
 
@@ -146,8 +147,10 @@ def _ratio(numerator: PerRound, denominator: PerRound) -> Estimate | None:
     return None if shared.empty else median(paired_ratios(numerator, denominator))
 
 
-def _ends(estimate: Estimate | None) -> tuple[float, float, float]:
-    return (estimate.median, estimate.low, estimate.high) if estimate else (math.nan,) * 3
+def _ends(name: str, estimate: Estimate | None, unit: str = "") -> dict[str, float]:
+    columns = _triple(name, unit)
+    ends = (estimate.median, estimate.low, estimate.high) if estimate else [math.nan] * 3
+    return dict(zip(columns, ends, strict=True))
 
 
 ALIKE = ("batch_size", "evidence")
@@ -177,14 +180,11 @@ def _floor(records: Records, ran: pd.DataFrame) -> tuple[str | None, NoiseFloor 
     """The widest A/A floor of the launch; None if nothing ran twice, or for too few rounds."""
     runs = dict(zip(ran["label"], ran.index, strict=True))
     floors = []
-    for label in sorted(runs.keys() & {name.removesuffix(AGAIN) for name in runs}):
-        if label + AGAIN in runs:
-            first, again = (
-                _per_round(records, ran, runs[name], "images_per_s")
-                for name in (label, label + AGAIN)
-            )
-            if len(first.values.index.intersection(again.values.index)) >= MINIMUM_ROUNDS:
-                floors.append((label, noise_floor(first, again)))
+    for label in sorted(label for label in runs if label + AGAIN in runs):
+        pair = (label, label + AGAIN)
+        first, again = (_per_round(records, ran, runs[name], "images_per_s") for name in pair)
+        if len(first.values.index.intersection(again.values.index)) >= MINIMUM_ROUNDS:
+            floors.append((label, noise_floor(first, again)))
     return max(floors, key=lambda item: item[1].reach, default=(None, None))
 
 
@@ -199,14 +199,11 @@ def _table(comparison: Comparison) -> Table:
     if comparison.source:
         heading += f", reference record of {comparison.source}"
     views = [View(f"Throughput: {heading}", _caption(comparison), _speeds(frame))]
-    shares = frame[[part + FRACTION for part in SHARES]].set_axis([*SHARES], axis=1)
-    accounted = frame["compute" + FRACTION].notna()
-    if accounted.any():
-        cells = shares[accounted].map(percent)
-        cells.insert(0, "system", frame["label"])
+    shares = comparison.shares
+    if not shares.empty:
+        cells = shares.map(percent).reset_index(names="system")
         views.append(View(f"Wall time: {heading}", WALL_TIME, cells))
-    source = frame["source"].replace("", "fresh")
-    return Table("throughput", frame.assign(source=source), tuple(views))
+    return Table("throughput", frame, tuple(views))
 
 
 WALL_TIME = (
