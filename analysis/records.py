@@ -22,13 +22,8 @@ from analysis.evidence import Evidence
 __all__ = ["PARTS", "PEERS", "Records", "load_records", "machine_line"]
 
 PARTS = (
-    "compute",
-    "interference",
-    "communication",
-    "reduce",
-    "optimizer",
-    "idle",
-    "overhead",
+    *("compute", "interference", "communication", "reduce"),
+    *("optimizer", "idle", "overhead"),
 )
 """The parts that add up to a rank's wall time, in the order of tables and figures."""
 PEERS = {"dp": "torch-ddp", "gpipe": "torch-gpipe", "dapple": "torch-1f1b"}
@@ -283,33 +278,33 @@ def _replicas(value: int | list[int]) -> str:
 def _unfinished(directory: Path, config: Mapping[str, Any]) -> list[_Result]:
     """What a directory without a result was to become: a run, or the contenders of a benchmark
     less those whose records lie beside it."""
-    if "bench" not in config:
-        system = config["system"]["name"]
-        return [_begun(config, config["plan"], id=directory.name, system=system, label=system)]
+    bench = config.get("bench")
+    system = "" if bench else config["system"]["name"]
+    alone: list[dict[str, Any]] = [{"system": system, "label": system}]
     results = []
-    for contender in config["bench"]["contenders"]:
-        identity = f"{directory.name}.{contender['label']}"
-        if not (directory.parent / identity / "result.json").exists():
-            plan = {**config["plan"], **contender.get("plan", {})}
-            names = {"id": identity, "system": contender["system"], "label": contender["label"]}
-            results.append(_begun(config, plan, **names, bench_id=directory.name))
+    for contender in bench["contenders"] if bench else alone:
+        identity = f"{directory.name}.{contender['label']}" if bench else directory.name
+        if (directory.parent / identity / "result.json").exists():
+            continue
+        plan = {**config["plan"], **contender.get("plan", {})}
+        result = _Result(
+            schema="pipebench.result/1",
+            id=identity,
+            bench_id=directory.name if bench else None,
+            name=config["name"],
+            kind="bench" if bench else "train",
+            system=contender["system"],
+            label=contender["label"],
+            seed=config["train"]["seed"],
+            status="unfinished",
+            evidence=Evidence.MEASURED.label,
+            batch_size=config["train"]["batch_size"],
+            micro_batches=plan.get("micro_batches", 1),
+            stages=plan.get("stages", 1),
+            replicas=plan.get("replicas") or 1,
+        )
+        results.append(result)
     return results
-
-
-def _begun(config: Mapping[str, Any], plan: Mapping[str, Any], **names: Any) -> _Result:
-    return _Result(
-        schema="pipebench.result/1",
-        name=config["name"],
-        kind="bench" if "bench" in config else "train",
-        seed=config["train"]["seed"],
-        status="unfinished",
-        evidence=Evidence.MEASURED.label,
-        batch_size=config["train"]["batch_size"],
-        micro_batches=plan.get("micro_batches", 1),
-        stages=plan.get("stages", 1),
-        replicas=plan.get("replicas") or 1,
-        **names,
-    )
 
 
 def machine_line(machine: Mapping[str, Any]) -> str:

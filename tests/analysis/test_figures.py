@@ -99,6 +99,16 @@ def test_every_round_is_a_dot_and_the_interval_a_line(results: Results) -> None:
         assert (np.nanmin(ends), np.nanmax(ends)) == pytest.approx((100 / 1.2, 100 / 0.9))
 
 
+def test_too_few_rounds_are_dots_without_an_interval(results: Results) -> None:
+    results.bench("gpipe", [1.0, 1.0, 2.0])
+    (panel,) = draw("throughput", results).axes
+    assert [bar.get_height() for bar in panel.patches] == pytest.approx([100.0, 100.0, 100.0])
+    assert len(np.asarray(panel.collections[0].get_offsets())) == 2 * len(WALLS) + 3
+    drawn = [np.isfinite(np.asarray(line.get_ydata(), float)).any() for line in panel.lines]
+    assert drawn == [True, True, False]
+    assert panel.get_ylim()[1] < 200
+
+
 def test_shares_are_stacked_to_the_whole(results: Results) -> None:
     (panel,) = draw("breakdown", results).axes
     ends = [bar.get_x() + bar.get_width() for bar in panel.patches]
