@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from runtimes.execution.rank import AGENT_VARIABLE
 from runtimes.execution.status import die_with_parent
 
 if TYPE_CHECKING:
@@ -225,9 +226,8 @@ def _run(spec: LaunchSpec, watch: RankWatch) -> Report:
 
 def main(spec_text: str, parent: str, report_descriptor: str) -> None:
     """Run the ranks of a spec (JSON) and write the report (JSON) to a file descriptor."""
-    die_with_parent()
-    if os.getppid() != int(parent):
-        return  # It died before the kernel could be asked to tell.
+    die_with_parent(int(parent))
+    os.environ[AGENT_VARIABLE] = str(os.getpid())
     values = json.loads(spec_text)
     spec = LaunchSpec(**{**values, "command": tuple(values["command"])})
     report = _run(spec, RankWatch(spec))

@@ -370,10 +370,14 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_a_rank_loads_runtimes_only() -> None:
-    names = loaded("import runtimes.execution.rank")
+    names = loaded("import runtimes.execution.session")
     assert "torch" in names
     # timm loads wandb, if it is there, for a function that nobody here calls.
     assert not names & {"experiments", "analysis", "typer", "rich", "pandas", "matplotlib"}
+
+
+def test_a_rank_watches_its_agent_before_it_loads_torch() -> None:
+    assert not loaded("import runtimes.execution.rank") & {"torch", "numpy"}
 
 
 def test_schedules_load_without_torch() -> None:

@@ -1,123 +1,31 @@
-"""The entry point of one rank: ``python -m runtimes.execution.rank RUN_DIR`` under torchrun's
-environment.  Imports nothing of experiments: all it needs to know is in RUN_DIR/job.json."""
+"""One rank: ``python -m runtimes.execution.rank RUN_DIR`` under torchrun's environment.
+
+Nothing of experiments is imported: all a rank needs to know is in RUN_DIR/job.json.  Torch comes
+last: a rank whose agent dies while torch is loaded must not outlive it.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-import traceback
-from datetime import timedelta
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
+from runtimes.execution.status import die_with_parent
 
-from runtimes.execution.benchmark import run_benchmark
-from runtimes.execution.distributed import ActionTimeoutError, DistributedEngine
-from runtimes.execution.engine import Engine
-from runtimes.execution.feed import ArrayFeed
-from runtimes.execution.precision import dtype_of, set_multiplication
-from runtimes.execution.rehearsal import rehearsals
-from runtimes.execution.status import StatusFile, die_with_parent
-from runtimes.execution.training import DivergedError, run_training
-from runtimes.job import Augmentation, Job, Task
-from runtimes.manifest import write_json
-from runtimes.model.stack import LayerStack, build_stack
-from runtimes.peers.ddp import DdpEngine
-from runtimes.peers.pipelining import PipeliningEngine
-from runtimes.systems import SYSTEMS
+__all__ = ["AGENT_VARIABLE", "main"]
 
-__all__ = ["EXIT_DIVERGED", "EXIT_OUT_OF_MEMORY", "EXIT_TIMEOUT", "main"]
-
-EXIT_TIMEOUT = 13
-EXIT_OUT_OF_MEMORY = 14
-EXIT_DIVERGED = 15
+#: The agent's process id, if the agent tells: then a rank also notices that it is already gone.
+AGENT_VARIABLE = "PIPEBENCH_AGENT"
 
 
 def main(run_dir: Path) -> int:
-    """Run the job of this directory as the rank of the environment; the exit code says how."""
-    die_with_parent()
-    rank = int(os.environ["RANK"])
-    status = StatusFile(run_dir / "ranks" / f"{rank}.status")
-    status.note("start")
-    try:
-        job = Job.load(run_dir / "job.json")
-        _run(job, run_dir, rank, status)
-    except BaseException as error:
-        traceback.print_exc()
-        document = {
-            "rank": rank,
-            "error": f"{type(error).__name__}: {error}",
-            "action": status.text,
-        }
-        write_json(run_dir / f"error-{rank}.json", document)
-        # No tidy shutdown: destroying a group with messages under way may wait for ever.
-        sys.stderr.flush()
-        os._exit(_exit_code(error))
-    return 0
+    """Take part in the job of this directory; the exit code says how it ended."""
+    agent = os.environ.get(AGENT_VARIABLE)
+    die_with_parent(None if agent is None else int(agent))
 
+    from runtimes.execution.session import run_rank
 
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, ActionTimeoutError):
-        return EXIT_TIMEOUT
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return EXIT_OUT_OF_MEMORY
-    return EXIT_DIVERGED if isinstance(error, DivergedError) else 1
-
-
-def _run(job: Job, run_dir: Path, rank: int, status: StatusFile) -> None:
-    torch.set_num_threads(1)
-    if job.pin_cores:
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
-    set_multiplication(job.precision)
-    device = torch.device(job.device)
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(
-        dist.get_default_backend_for_device(device.type),
-        timeout=timedelta(seconds=job.action_timeout_s),
-    )
-    stack = build_stack(job.model)
-    feed = _feed(job, job.data.train, job.batch_size, job.data.augmentation, shuffle=True)
-    status.note("building the engines")
-    engines = [_engine(job, task, stack, feed, rank, status) for task in job.tasks]
-    if job.bench is not None:
-        slices = rehearsals(job, stack, feed, rank)
-        run_benchmark(engines, job, run_dir, feed, slices, status.note)
-    else:
-        validation = _feed(
-            job, job.data.validation, job.evaluation_batch_size, Augmentation(), shuffle=False
-        )
-        run_training(engines[0], job, run_dir, feed, validation, status.note)
-    status.note("end")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _feed(
-    job: Job, directory: str, batch_size: int, augmentation: Augmentation, *, shuffle: bool
-) -> ArrayFeed:
-    return ArrayFeed(
-        Path(directory),
-        batch_size=batch_size,
-        seed=job.seed,
-        epochs=job.epochs,
-        augmentation=augmentation,
-        shuffle=shuffle,
-        device=torch.device(job.device),
-        dtype=dtype_of(job.precision),
-    )
-
-
-def _engine(
-    job: Job, task: Task, stack: LayerStack, feed: ArrayFeed, rank: int, status: StatusFile
-) -> Engine:
-    if task.system in SYSTEMS:
-        return DistributedEngine(job, task, stack, feed, rank, before=status.note)
-    if task.system == "torch-ddp":
-        return DdpEngine(job, task, stack, feed, rank)
-    return PipeliningEngine(job, task, stack, feed, rank)
+    return run_rank(run_dir)
 
 
 if __name__ == "__main__":

@@ -37,12 +37,13 @@ class StatusFile:
         return self._map[:].decode().strip()
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int | None = None) -> None:
     """Make the kernel kill this process when its parent dies, even by SIGKILL.
 
-    The thread is for a parent that died before the call, and for systems without prctl.
+    ``parent``: the process id it is expected to have, if known; another one means that it died
+    before this call.  The thread is for systems without prctl.
     """
-    parent = os.getppid()
+    parent = os.getppid() if parent is None else parent
     # Where there is no prctl, the thread below watches alone.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

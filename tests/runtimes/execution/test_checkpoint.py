@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +176,15 @@ def test_the_last_action_can_be_read_by_another_process(tmp_path: Path) -> None:
     status.note("evaluation")
     status.note(parse("p0.s1.r0.B3/1@2"))
     assert (tmp_path / "ranks" / "0.status").read_text().strip() == "p0.s1.r0.B3/1@2"
+
+
+def test_a_rank_whose_agent_is_gone_before_it_looks_ends_at_once(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "runtimes.execution.rank", str(tmp_path)],
+        cwd=Path(__file__).parents[3],
+        env=os.environ | {"PIPEBENCH_AGENT": str(2**22), "RANK": "0"},
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert not any(tmp_path.iterdir())
