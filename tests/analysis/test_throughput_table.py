@@ -143,6 +143,16 @@ def test_what_is_unknown_of_a_peer_is_unattributed_and_not_zero(results: Results
     assert row["unattributed_fraction_of_wall"] == pytest.approx(0.25)
 
 
+def test_a_part_that_one_rank_does_not_tell_is_unattributed(results: Results) -> None:
+    told = {"wall": 10.0, "compute": 6.0, "idle": 3.0}
+    silent = {"wall": 10.0, "compute": 8.0}
+    results.bench("torch-gpipe", PEER, breakdown={"0": told, "1": silent})
+    row = rows(results)["torch-gpipe"]
+    assert row["compute_fraction_of_wall"] == pytest.approx(0.7)
+    assert row["idle_fraction_of_wall"] is None
+    assert row["unattributed_fraction_of_wall"] == pytest.approx(0.3)
+
+
 # ---- noise ---------------------------------------------------------------------------------------
 
 NOISE = (0.97, 1.0, 1.04, 0.98, 1.0, 1.05, 0.99, 1.01, 1.0)  # interval [0.98, 1.04]
