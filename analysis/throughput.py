@@ -171,7 +171,7 @@ def _shares(records: Records, ran: pd.DataFrame) -> pd.DataFrame:
     :data:`UNATTRIBUTED` is what they leave of it, if a part is unknown.  Together they are 1."""
     ranks = records.ranks[records.ranks["run"].isin(ran.index)]
     fractions = ranks[[*PARTS]].div(ranks["wall"], axis=0)
-    shares = fractions.groupby(ranks["run"]).mean(skipna=True)
+    shares = fractions.groupby(ranks["run"]).mean(skipna=False)
     partly = shares.isna().any(axis=1) & shares.notna().any(axis=1)
     return shares.assign(**{UNATTRIBUTED: (1 - shares.sum(axis=1)).where(partly)})
 
