@@ -36,7 +36,8 @@ class _Flight:
     parameters: dict[str, torch.nn.Parameter]
     step: int
     samples: np.ndarray[Any, Any]
-    received: dict[Op, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    #: Pieces of its samples by the first of them.
+    received: dict[Op, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
     #: (input, output) of each part of the backward, in the order of the forward.
     pieces: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     input: Tensor | None = None
@@ -306,14 +307,15 @@ class Worker:
         boundary = self.stage.first - 1 if action.op == Op.RECV_ACT else self.stage.last - 1
         count = action.interval[1] - action.interval[0]
         tensor = self.endpoint.receive(action, (count, *self.shapes[boundary]))
-        flight.received[action.op].append(tensor)
+        flight.received[action.op][action.interval[0]] = tensor
 
     def _take(self, flight: _Flight, op: Op) -> Tensor | None:
-        """What was received for a unit; pieces arrive by peer, which is the order of samples."""
-        pieces = flight.received.pop(op, [])
+        """What was received for a unit, in the order of its samples: a piece may come early."""
+        pieces = flight.received.pop(op, {})
         if not pieces:
             return None
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        ordered = [pieces[first] for first in sorted(pieces)]
+        return ordered[0] if len(ordered) == 1 else torch.cat(ordered)
 
     def _mine(self, action: Action, tensor: Tensor) -> tuple[Tensor, bool]:
         """The part of this replica's tensor that a message carries, and whether it is the last."""

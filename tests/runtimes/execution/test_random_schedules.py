@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -88,6 +88,7 @@ def passes(plan: Plan, system: RandomOrder) -> bool:
     return True
 
 
+@example(seed=179, skew=0.3)  # A replica that takes in the second half of a unit first.
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 0.3, 1.0]))
 def test_a_valid_random_schedule_runs_and_computes_the_same(seed: int, skew: float) -> None:
