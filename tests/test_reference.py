@@ -1,0 +1,60 @@
+"""The committed records are whole, and the README quotes no number that they do not give."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from analysis.tables import print_tables
+
+ROOT = Path(__file__).parents[1]
+RATIO = r"\d\.\d{3} \[\d\.\d{3}, \d\.\d{3}\]"
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Tables of the reference records alone."""
+    results = tmp_path_factory.mktemp("results")
+    shutil.copytree(ROOT / "results" / "reference", results / "reference")
+    return print_tables(results)
+
+
+def row(tables: str, micro_batches: int, system: str) -> str:
+    section = tables.split(f"### Throughput: peers/schedules-m{micro_batches} ")[1].split("###")[0]
+    (found,) = (
+        line for line in section.splitlines() if line.split("|")[1:2] == [f" {system} ".ljust(14)]
+    )
+    return found
+
+
+def test_reference_records_hold_only_what_is_true_elsewhere() -> None:
+    files = {path.name for path in (ROOT / "results" / "reference").rglob("*") if path.is_file()}
+    assert files == {"config.toml", "env.json", "events.jsonl", "result.json"}
+
+
+def test_the_readmes_comparison_is_that_of_the_records(tables: str) -> None:
+    text = (ROOT / "README.md").read_text()
+    quoted = re.findall(
+        rf"^\| (\d) \| ({RATIO}) \| ({RATIO}) \| ({RATIO}) \| ±([\d.]+) % \|$", text, re.M
+    )
+    assert [int(line[0]) for line in quoted] == [2, 4, 8]
+    for micro_batches, gpipe, dapple, share, floor in quoted:
+        assert gpipe in row(tables, int(micro_batches), "gpipe")
+        _, _, _, _, ratio, bound, *_ = row(tables, int(micro_batches), "dapple").split("|")[1:]
+        assert ratio.split(" ≈")[0].strip() == dapple
+        assert bound.strip() == share
+        section = tables.split(f"### Throughput: peers/schedules-m{micro_batches} ")[1]
+        assert f"A/A floor: ±{floor} %" in section.split("###")[0]
+
+
+def test_the_readmes_accuracy_and_agreement_are_those_of_the_records(tables: str) -> None:
+    accuracy = tables.split("### Accuracy")[1].split("###")[0]
+    assert accuracy.count("96.94 |     96.94") == 6
+    agreement = tables.split("### Loss against dp")[1].split("###")[0]
+    assert max(float(x) for x in re.findall(r"\d\.\de[+-]\d\d", agreement)) == 1.6e-07
+    text = (ROOT / "README.md").read_text()
+    assert "96.94 %" in text
+    assert "1.6e-07" in text
