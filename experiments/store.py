@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.errors import UserError
+from runtimes.manifest import sync_directory
 
 __all__ = ["Lock", "RunDirectory", "Store", "writing"]
 
@@ -31,14 +32,6 @@ def writing(what: Path) -> Iterator[None]:
         ) from None
 
 
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _write(path: Path, content: bytes) -> None:
     """The whole of ``content``, or the file as it was: never half of it, whatever dies when."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -51,7 +44,7 @@ def _write(path: Path, content: bytes) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    _sync(path.parent)
+    sync_directory(path.parent)
 
 
 @dataclass(frozen=True)

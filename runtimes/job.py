@@ -125,7 +125,6 @@ class Job:
     evaluation_batch_size: int = 256
     action_timeout_s: float = 300.0
     pin_cores: bool = False
-    trace: bool = False
     bench: BenchSpec | None = None
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Manifest", "read_manifest", "write_json", "write_manifest"]
+__all__ = ["Manifest", "read_manifest", "sync_directory", "write_json", "write_manifest"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,16 @@ def write_json(path: Path, document: object) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make a directory's entries durable: what was renamed into it, or appended as a new file."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_manifest(run_dir: Path, manifest: Manifest) -> None:

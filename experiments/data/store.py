@@ -17,6 +17,7 @@ import numpy as np
 
 from experiments.data.arrays import Bytes, Part, resize
 from experiments.errors import UserError
+from runtimes.manifest import sync_directory
 
 __all__ = ["SCHEMA", "build_once", "locked", "write_part"]
 
@@ -44,7 +45,7 @@ def build_once(directory: Path, build: Callable[[Path], None]) -> None:
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
-            _sync(directory.parent)
+            sync_directory(directory.parent)
     except OSError as error:
         raise UserError(
             f"cannot write prepared data to {directory} ({error.strerror or error}): "
@@ -91,7 +92,7 @@ def write_part(directory: Path, part: Part, side: int, meta: Mapping[str, Any]) 
         json.dump(document, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync(directory)
+    sync_directory(directory)
     return document
 
 
@@ -140,12 +141,3 @@ def locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _sync(directory: Path) -> None:
-    """Make the entries of ``directory`` durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -230,7 +230,6 @@ class DistributedEngine:
         self.worker = Worker(
             job,
             task,
-            self.system,
             stack,
             feed,
             rank,
@@ -283,6 +282,3 @@ class DistributedEngine:
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
         self.worker.load(state)
-
-    def parameters(self) -> Sequence[torch.nn.Parameter]:
-        return list(self.worker.versions.current.values())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 __all__ = ["Accuracy", "Engine", "Feed", "Segment", "SegmentReport"]
@@ -76,5 +75,3 @@ class Engine(Protocol):
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
         """Take over what this rank needs of a merged state, at update ``step``."""
-
-    def parameters(self) -> Sequence[torch.nn.Parameter]: ...

@@ -138,7 +138,6 @@ class InProcess:
             Worker(
                 job,
                 task,
-                self.system,
                 stack,
                 feed,
                 rank,

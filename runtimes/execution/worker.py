@@ -24,7 +24,6 @@ from runtimes.job import Job, Task
 from runtimes.model.stack import LayerStack
 from runtimes.schedule.action import RECEIVES, Action, Op
 from runtimes.schedule.program import Program
-from runtimes.system import System
 
 __all__ = ["Worker"]
 
@@ -66,7 +65,6 @@ class Worker:
         self,
         job: Job,
         task: Task,
-        system: System,
         stack: LayerStack,
         feed: Feed,
         rank: int,

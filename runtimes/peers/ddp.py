@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from runtimes.execution.criterion import cross_entropy_sum
@@ -112,6 +111,3 @@ class DdpEngine:
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
         self._copy.load(state)
-
-    def parameters(self) -> Sequence[Parameter]:
-        return self._copy.parameter_list()

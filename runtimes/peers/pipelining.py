@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-from torch.nn import Parameter
 
 from runtimes.execution.criterion import cross_entropy_sum
 from runtimes.execution.engine import Accuracy, Feed, Segment, SegmentReport
@@ -216,6 +215,3 @@ class PipeliningEngine:
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
         self._copy.load(state)
-
-    def parameters(self) -> Sequence[Parameter]:
-        return self._copy.parameter_list()

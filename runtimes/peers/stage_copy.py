@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from time import perf_counter_ns, thread_time_ns
 from typing import Any
 
@@ -133,9 +133,6 @@ class StageCopy:
             self.optimizer.state.pop(parameter, None)
             if name in state["optimizer"]:
                 self.optimizer.state[parameter] = _copied(state["optimizer"][name], parameter)
-
-    def parameter_list(self) -> Sequence[Parameter]:
-        return list(self.parameters.values())
 
 
 def _copied(values: Mapping[str, Any], parameter: Parameter) -> dict[str, Any]:

@@ -266,7 +266,6 @@ def resumed(
     again = [late.train(Segment(3, sizes(feed, 3, 5)))]
     for name, tensor in before["weights"].items():
         assert torch.equal(tensor, saved["weights"][name]), "a loaded state was trained on"
-    assert len(late.parameters()) == len(late.state()["weights"]) or rank > 0
     return straight, whole.state(), again, late.state()
 
 
