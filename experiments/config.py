@@ -22,6 +22,8 @@ __all__ = [
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 
@@ -119,6 +121,17 @@ class Data(Section):
     augmentation: Augmentation = Augmentation()
 
     @model_validator(mode="after")
+    def _inside_the_image(self) -> Data:
+        for name in ("cutout", "crop_padding"):
+            pixels = getattr(self.augmentation, name)
+            if pixels > self.image_size:
+                raise ValueError(
+                    f"augmentation.{name} is {pixels} pixels, but images have only "
+                    f"{self.image_size} a side"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _random_only(self) -> Data:
         given = {"classes": self.classes, "channels": self.channels}
         extra = [key for key, value in given.items() if value is not None]
@@ -130,11 +143,23 @@ class Data(Section):
 class Optimizer(Section):
     name: Literal["sgd", "adamw"] = "sgd"
     lr: float = Field(default=0.1, ge=0)
-    momentum: float = Field(default=0.0, ge=0, lt=1)
+    momentum: BelowOne = 0.0
     nesterov: bool = False
     weight_decay: float = Field(default=0.0, ge=0)
-    betas: tuple[Share, Share] = (0.9, 0.999)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
+
+    @model_validator(mode="after")
+    def _of_the_method(self) -> Optimizer:
+        if self.name == "adamw" and self.momentum:
+            raise ValueError(
+                f"momentum is {self.momentum}, but adamw has betas instead: set it to 0"
+            )
+        if self.nesterov and not (self.name == "sgd" and self.momentum):
+            raise ValueError(
+                "nesterov needs sgd with a momentum above 0: set one, or nesterov = false"
+            )
+        return self
 
 
 class LearningRate(Section):
@@ -155,9 +180,9 @@ class Train(Section):
 
     batch_size: Count
     epochs: Count = 1
-    seed: int = 0
-    seeds: tuple[int, ...] | None = Field(default=None, min_length=1)
-    label_smoothing: Share = 0.0
+    seed: Seed = 0
+    seeds: tuple[Seed, ...] | None = Field(default=None, min_length=1)
+    label_smoothing: BelowOne = 0.0
     precision: Literal["float32", "tf32", "bf16", "float64"] = "float32"
     optimizer: Optimizer = Optimizer()
     learning_rate: LearningRate = LearningRate()

@@ -11,11 +11,16 @@ from typing import Any
 
 from experiments.agent import RankExit, Report
 from experiments.errors import one_line
+from runtimes.execution.status import EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, EXIT_TIMEOUT
 
 __all__ = ["EXIT_STATUS", "LastWords", "Outcome", "judge", "last_words"]
 
 #: What the rank program's exit codes mean; any other but 0 is "failed".
-EXIT_STATUS = {13: "timeout", 14: "oom", 15: "diverged"}
+EXIT_STATUS = {
+    EXIT_TIMEOUT: "timeout",
+    EXIT_OUT_OF_MEMORY: "oom",
+    EXIT_DIVERGED: "diverged",
+}
 
 # A peer's death can bring these about: they name a culprit only by the order in time.
 _FOLLOWS = (signal.SIGABRT, signal.SIGPIPE)

@@ -24,6 +24,7 @@ from runtimes.job import (
 from runtimes.peers import check_peer
 from runtimes.plan import Plan, split
 from runtimes.schedule import validate
+from runtimes.system import System, evaluation_program
 from runtimes.systems import SYSTEMS, get_system
 
 __all__ = ["Layers", "bucket_cuts", "job_of", "layers_of", "parameter_bytes", "plan_of", "tasks_of"]
@@ -138,18 +139,45 @@ def _task(config: Config, contender: Contender, layers: Layers) -> Task:
         size=parameter_bytes(config),
         buckets=system is not None and not system.blocking_reduce,
     )
-    task = Task(contender.label, name, plan, contender.options)
+    options = dict(contender.options)
+    if name == "torch-ddp":
+        # What dp may tune, its peer may too.
+        options |= {"bucket_mb": config.plan.changed(contender.plan).bucket_mb}
+    task = Task(contender.label, name, plan, options)
     if system is not None:
-        # Two full batches and the smallest last one stand for any number of them.
-        size = config.train.batch_size
-        validate(system.program(plan, (size, size, 1)), system.declared(plan))
+        _prove(config, system, plan)
     else:
         check_peer(task, config.train.batch_size)
     return task
 
 
+def _prove(config: Config, system: System, plan: Plan) -> None:
+    """Hold what will run to the validator's rules: two full batches stand for any number of them,
+    beside the last one, and the evaluation."""
+    known, size = DATA_SETS[config.data.set], config.train.batch_size
+    samples = config.data.sizes.train or known.train_samples
+    full, rest = divmod(samples, size)
+    sizes = (size,) * min(full, 2) + ((rest,) if rest else ())
+    validate(system.program(plan, sizes), system.declared(plan))
+    samples = config.data.sizes.validation or known.validation_samples
+    validate(evaluation_program(plan, samples, config.train.evaluation_batch_size))
+
+
+def _check_whole_batches(config: Config) -> None:
+    """A benchmark's batches are all of one size, so its training images must be a multiple."""
+    samples = config.data.sizes.train or DATA_SETS[config.data.set].train_samples
+    size = config.train.batch_size
+    if config.bench is not None and (rest := samples % size):
+        way_out = f"data.sizes.train = {samples - rest}" if samples > size else "a smaller batch"
+        raise UserError(
+            f"{config.name}: a benchmark trains whole batches, but {samples} training images are "
+            f"no multiple of train.batch_size {size}: set {way_out}"
+        )
+
+
 def tasks_of(config: Config, layers: Layers) -> tuple[Task, ...]:
     """What each contender trains, or the one system; UserError for a plan it cannot run."""
+    _check_whole_batches(config)
     tasks = []
     for contender in config.contenders():
         try:

@@ -22,22 +22,13 @@ from typing import Any, Literal
 from experiments.errors import one_line
 from experiments.store import RunDirectory
 from experiments.summary import FINISHED
+from runtimes.execution.trace import PARTS
 
 __all__ = ["Row", "Tracker", "rows"]
 
 Event = Mapping[str, Any]
 Mode = Literal["offline", "online", "off"]
 
-#: The parts of a rank's wall time, which add up to it.
-PARTS = (
-    "compute",
-    "interference",
-    "communication",
-    "reduce",
-    "optimizer",
-    "idle",
-    "overhead",
-)
 INIT_TIMEOUT_S = 30
 FINISH_TIMEOUT_S = 120
 

@@ -15,8 +15,7 @@ class DataSet:
     """``real`` is False for synthetic images, on which an accuracy means nothing.
 
     ``classes`` and ``channels`` are those of the data; for synthetic images they are defaults,
-    which a config may change.  ``native_size`` is the side of the images before they are resized
-    (None: made at the size asked for).
+    which a config may change.
     """
 
     name: str
@@ -24,7 +23,6 @@ class DataSet:
     real: bool
     classes: int
     channels: int
-    native_size: int | None
     train_samples: int
     validation_samples: int
 
@@ -32,10 +30,10 @@ class DataSet:
 DATA_SETS: Mapping[str, DataSet] = {
     data_set.name: data_set
     for data_set in (
-        DataSet("digits", "scikit-learn digits", True, 10, 1, 8, 1437, 360),
-        DataSet("fashion-mnist", "Fashion-MNIST", True, 10, 1, 28, 60_000, 10_000),
-        DataSet("cifar100", "CIFAR-100", True, 100, 3, 32, 50_000, 10_000),
-        DataSet("random", "random bytes (synthetic)", False, 10, 3, None, 512, 128),
+        DataSet("digits", "scikit-learn digits", True, 10, 1, 1437, 360),
+        DataSet("fashion-mnist", "Fashion-MNIST", True, 10, 1, 60_000, 10_000),
+        DataSet("cifar100", "CIFAR-100", True, 100, 3, 50_000, 10_000),
+        DataSet("random", "random bytes (synthetic)", False, 10, 3, 512, 128),
     )
 }
 

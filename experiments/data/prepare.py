@@ -18,11 +18,9 @@ from experiments.data.fashion_mnist import FashionMnist
 from experiments.data.random_images import RandomImages
 from experiments.data.store import SCHEMA, build_once, write_part
 from experiments.errors import UserError
-from runtimes.job import Augmentation, DataSpec
+from runtimes.job import DataSpec
 
 __all__ = ["prepare"]
-
-_UNCHANGED = Augmentation()
 
 
 def prepare(
@@ -37,7 +35,6 @@ def prepare(
     download: bool = False,
     channels: int | None = None,
     classes: int | None = None,
-    augmentation: Augmentation = _UNCHANGED,
 ) -> DataSpec:
     """Turn a data set into directories below ``cache``, or find them there.
 
@@ -88,7 +85,7 @@ def prepare(
     }
     build_once(directory, lambda partial: _write(partial, source, meta))
     _check_prepared(directory)
-    return DataSpec(str(directory / "train"), str(directory / "validation"), augmentation)
+    return DataSpec(str(directory / "train"), str(directory / "validation"))
 
 
 def _real(name: str, root: Path | None, downloads: Path, seed: int, download: bool) -> Source:

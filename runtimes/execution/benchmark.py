@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from time import perf_counter
 
 import torch.distributed as dist
 
@@ -46,13 +45,10 @@ def run_benchmark(
 
     def train(index: int, steps: int) -> tuple[float, list[SegmentReport]]:
         dist.barrier()
-        begin = perf_counter()
         report = engines[index].train(Segment(done[index], (job.batch_size,) * steps))
-        # Up to the end of the last action, not of the reports' exchange that follows it.
-        wall = min(report.wall_s, perf_counter() - begin)
         done[index] += steps
-        pairs: list[tuple[float, SegmentReport]] = gather((wall, report))
-        return max(wall for wall, _ in pairs), [report for _, report in pairs]
+        reports: list[SegmentReport] = gather(report)
+        return max(report.wall_s for report in reports), reports
 
     for index in range(len(engines)):
         note(f"warm-up of {job.tasks[index].label}")

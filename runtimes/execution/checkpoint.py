@@ -1,4 +1,5 @@
-"""Checkpoints at a drain: keyed by parameter name, so that any plan can start from any other's.
+"""Checkpoints at a drain: keyed by the parameter's name in the whole model, so that any plan can
+start from any other's.
 
 Each rank writes what it owns; the manifest is renamed into place last, by rank 0, so a checkpoint
 exists whole or not at all.

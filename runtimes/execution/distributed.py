@@ -177,7 +177,7 @@ class _End:
         assert not any(self._posted.values()), "receives were posted that nothing used"
 
 
-def clock_offsets() -> list[int]:
+def clock_offsets(device: torch.device) -> list[int]:
     """Nanoseconds to add to each rank's perf_counter to read this rank's.
 
     Ranks of one host share its clock; between hosts it is the best of eight round trips.
@@ -190,7 +190,7 @@ def clock_offsets() -> list[int]:
     to_first = best = 0
     for other in range(1, size):
         for attempt in range(8):
-            mark = torch.zeros(1, dtype=torch.int64)
+            mark = torch.zeros(1, dtype=torch.int64, device=device)
             if rank == 0:
                 dist.recv(mark, src=other)
                 mark.fill_(perf_counter_ns())
@@ -244,7 +244,7 @@ class DistributedEngine:
             for number, stage in enumerate(task.plan.stages)
             for replica, other in enumerate(stage.ranks)
         }
-        self.offsets = clock_offsets()
+        self.offsets = clock_offsets(self.worker.device)
 
     def _run(self, program: Program, first_step: int, feed: Feed | None = None) -> None:
         self.worker.start(program, first_step, feed)

@@ -9,7 +9,7 @@ import torch
 
 from runtimes.job import Precision
 
-__all__ = ["autocast", "dtype_of", "set_multiplication"]
+__all__ = ["autocast", "dtype_of", "set_multiplication", "synchronize"]
 
 
 def dtype_of(precision: Precision) -> torch.dtype:
@@ -30,3 +30,9 @@ def set_multiplication(precision: Precision) -> None:
     Set for float32 too: torch's default lets convolutions use TF32, but not matrix products.
     """
     torch.backends.fp32_precision = "tf32" if precision == "tf32" else "ieee"  # type: ignore[attr-defined]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what was handed to an accelerator, so that a clock read next includes it."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from runtimes.execution.criterion import cross_entropy_sum
 from runtimes.execution.engine import Feed
 from runtimes.execution.optimizer import build_optimizer
-from runtimes.execution.precision import autocast, dtype_of
+from runtimes.execution.precision import autocast, dtype_of, synchronize
 from runtimes.job import Job, Task
 from runtimes.model.stack import LayerStack
 from runtimes.plan import split
@@ -44,7 +44,8 @@ class Rehearsal:
         low, high = split(unit[1] - unit[0], stage.replicas)[replica]
         self._units, self._recompute = task.plan.micro_batches, stage.recompute
         self._precision, self._smoothing = job.precision, job.label_smoothing
-        device, dtype = torch.device(job.device), dtype_of(job.precision)
+        self._device = device = torch.device(job.device)
+        dtype = dtype_of(job.precision)
         self._module = stack.stage(stage.first, stage.last, job.seed)
         self._module.materialise(
             stack.initial_weights(stage.first, stage.last, job.seed, device, dtype)
@@ -65,11 +66,14 @@ class Rehearsal:
         if self._latest is None or self._latest[0] != number:
             dist.barrier()
             self._unit()
+            synchronize(self._device)
             begin = perf_counter()
             for _ in range(self._units):
                 self._unit()
+            synchronize(self._device)
             middle = perf_counter()
             self._optimizer.step()
+            synchronize(self._device)
             end = perf_counter()
             self._optimizer.zero_grad()
             self._latest = (number, Slice((middle - begin) / self._units, end - middle))

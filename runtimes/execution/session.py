@@ -17,7 +17,12 @@ from runtimes.execution.engine import Engine
 from runtimes.execution.feed import ArrayFeed
 from runtimes.execution.precision import dtype_of, set_multiplication
 from runtimes.execution.rehearsal import rehearsals
-from runtimes.execution.status import StatusFile
+from runtimes.execution.status import (
+    EXIT_DIVERGED,
+    EXIT_OUT_OF_MEMORY,
+    EXIT_TIMEOUT,
+    StatusFile,
+)
 from runtimes.execution.training import DivergedError, run_training
 from runtimes.job import Augmentation, Job, Task
 from runtimes.manifest import write_json
@@ -26,11 +31,7 @@ from runtimes.peers.ddp import DdpEngine
 from runtimes.peers.pipelining import PipeliningEngine
 from runtimes.systems import SYSTEMS
 
-__all__ = ["EXIT_DIVERGED", "EXIT_OUT_OF_MEMORY", "EXIT_TIMEOUT", "run_rank"]
-
-EXIT_TIMEOUT = 13
-EXIT_OUT_OF_MEMORY = 14
-EXIT_DIVERGED = 15
+__all__ = ["run_rank"]
 
 
 def run_rank(run_dir: Path) -> int:

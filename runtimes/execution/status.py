@@ -13,7 +13,18 @@ from pathlib import Path
 
 from runtimes.schedule.action import Action
 
-__all__ = ["StatusFile", "die_with_parent"]
+__all__ = [
+    "EXIT_DIVERGED",
+    "EXIT_OUT_OF_MEMORY",
+    "EXIT_TIMEOUT",
+    "StatusFile",
+    "die_with_parent",
+]
+
+#: How a rank's process ends when it knows why; any other code but 0 is a failure.
+EXIT_TIMEOUT = 13
+EXIT_OUT_OF_MEMORY = 14
+EXIT_DIVERGED = 15
 
 _SIZE = 128
 _PR_SET_PDEATHSIG = 1

@@ -16,7 +16,7 @@ from torch import Tensor
 from runtimes.execution.criterion import cross_entropy_sum
 from runtimes.execution.engine import Accuracy, Feed
 from runtimes.execution.optimizer import build_optimizer, learning_rate
-from runtimes.execution.precision import autocast, dtype_of
+from runtimes.execution.precision import autocast, dtype_of, synchronize
 from runtimes.execution.trace import Trace
 from runtimes.execution.transport import Endpoint
 from runtimes.execution.versions import WeightVersions
@@ -105,7 +105,7 @@ class Worker:
         self.peak_in_flight = 0
         self.keep_gradients = keep_gradients
         self.last_gradients: dict[str, Tensor] = {}
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[tuple[int, int], _Flight] = {}
         self.shapes = stack.output_shapes(self._sample_shape(), self.dtype)
         self._steps_per_epoch = len(feed.batch_sizes(0))
         self._perform = {
@@ -126,7 +126,11 @@ class Worker:
     # -- walking the streams ---------------------------------------------------------------
 
     def start(self, program: Program, first_step: int, feed: Feed | None = None) -> None:
-        """Get ready to run this rank's streams; update 0 of the program is ``first_step``."""
+        """Get ready to run this rank's streams; update 0 of the program is ``first_step``.
+
+        The clock starts first: getting ready is part of the time that the runtime takes.
+        """
+        self.trace.begin()
         self.program, self.first_step = program, first_step
         self.active_feed = feed or self.feed
         self.module.train(program.training)
@@ -141,7 +145,6 @@ class Worker:
         for head in self._heads:
             head.advance()
         self.endpoint.open(program)
-        self.trace.begin()
 
     @property
     def waiting_at(self) -> list[Action]:
@@ -161,6 +164,7 @@ class Worker:
     def finish(self) -> None:
         """All streams have ended."""
         self.endpoint.close()
+        synchronize(self.device)
         self.trace.finish()
         assert not self._flights, f"units left in flight: {sorted(self._flights)}"
 
@@ -183,7 +187,7 @@ class Worker:
     # -- computing -------------------------------------------------------------------------
 
     def _flight(self, action: Action) -> _Flight:
-        flight = self._flights.get(action.unit)
+        flight = self._flights.get((action.pipeline, action.unit))
         if flight is None:
             update = self.program.batches.update(action.unit)
             low, _ = self.program.batches.samples(action.pipeline, action.unit)
@@ -192,11 +196,13 @@ class Worker:
             )
             step = self.first_step + update
             if self.program.training:
-                samples = self.active_feed.indices(step)[low + first : low + last]
+                batch = self.active_feed.indices(step)
+                assert len(batch) == self.program.batches.sizes[update]
+                samples = batch[low + first : low + last]
             else:
                 begin = update * self.program.batches.sizes[0] + low
                 samples = np.arange(begin + first, begin + last)
-            flight = self._flights[action.unit] = _Flight({}, step, samples)
+            flight = self._flights[action.pipeline, action.unit] = _Flight({}, step, samples)
         return flight
 
     def _bind(self, parameters: dict[str, torch.nn.Parameter]) -> None:
@@ -268,11 +274,11 @@ class Worker:
             self.loss_sum += cross_entropy_sum(logits, labels, 0.0).to(torch.float64)
             self.evaluated += len(flight.samples)
             # Without a backward a unit is over here, or with its last send.
-            del self._flights[action.unit]
+            del self._flights[action.pipeline, action.unit]
 
     def _recompute(self, action: Action) -> None:
         """Again on the same version with the same keyed randomness: nothing to restore."""
-        flight = self._flights[action.unit]
+        flight = self._flights[action.pipeline, action.unit]
         assert flight.input is not None
         x, flight.input = flight.input, None
         flight.output = self._run(flight, x)
@@ -280,7 +286,7 @@ class Worker:
             self._finish_forward(flight, count=False)
 
     def _backward(self, action: Action) -> None:
-        flight = self._flights[action.unit]
+        flight = self._flights[action.pipeline, action.unit]
         if action.part in (None, 0) and not self.is_last:
             flight.gradient = self._take(flight, Op.RECV_GRAD)
         count = len(flight.pieces) if action.part is None else 1
@@ -295,7 +301,7 @@ class Worker:
             self.versions.release(action.version)
             flight.parameters = {}
             if self.is_first:
-                del self._flights[action.unit]
+                del self._flights[action.pipeline, action.unit]
 
     # -- messages --------------------------------------------------------------------------
 
@@ -323,22 +329,22 @@ class Worker:
         return tensor[first - low : last - low], last == high
 
     def _send_activation(self, action: Action) -> None:
-        flight = self._flights[action.unit]
+        flight = self._flights[action.pipeline, action.unit]
         assert flight.output is not None
         piece, last = self._mine(action, flight.output.detach())
         self.endpoint.send(action, piece)
         if last:
             flight.output = None
             if not self.program.training:
-                del self._flights[action.unit]
+                del self._flights[action.pipeline, action.unit]
 
     def _send_gradient(self, action: Action) -> None:
-        flight = self._flights[action.unit]
+        flight = self._flights[action.pipeline, action.unit]
         assert flight.gradient is not None
         piece, last = self._mine(action, flight.gradient)
         self.endpoint.send(action, piece)
         if last:
-            del self._flights[action.unit]
+            del self._flights[action.pipeline, action.unit]
 
     # -- updates ---------------------------------------------------------------------------
 

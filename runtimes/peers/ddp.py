@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from runtimes.execution.criterion import cross_entropy_sum
 from runtimes.execution.engine import Accuracy, Feed, Segment, SegmentReport
-from runtimes.execution.precision import autocast
+from runtimes.execution.precision import autocast, synchronize
 from runtimes.job import Job, Task
 from runtimes.model.stack import LayerStack
-from runtimes.peers.stage_copy import StageCopy, Stopwatch, synchronize
+from runtimes.peers.stage_copy import StageCopy, Stopwatch
 from runtimes.plan import share
 
 __all__ = ["DdpEngine"]
@@ -30,6 +30,8 @@ class DdpEngine:
     smaller than R) must join DDP's reduction all the same: it computes the batch's first sample
     with a loss multiplied by 0.  BatchNorm would notice that, but no model with it comes this far.
 
+    The option ``bucket_mb`` (10⁶ bytes) is the size of its buckets, as dp's plan has it.
+
     Times: compute is CPU time of forward and backward; interference the rest of the forward;
     reduce the rest of the backward, at whose end DDP waits for the reductions.
     """
@@ -38,7 +40,9 @@ class DdpEngine:
         self._job, self._feed, self._rank = job, feed, rank
         self._replicas = task.plan.world_size
         self._copy = StageCopy(job, task, stack, feed, rank)
-        self._ddp = DistributedDataParallel(self._copy.stage)
+        # DDP counts in units of 2^20 bytes, a plan in 10^6.
+        bucket = task.options.get("bucket_mb", 25.0) * 1e6 / 2**20
+        self._ddp = DistributedDataParallel(self._copy.stage, bucket_cap_mb=bucket)
         self._forward, self._backward = Stopwatch(), Stopwatch()
 
     def train(self, segment: Segment) -> SegmentReport:

@@ -16,12 +16,12 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from runtimes.execution.criterion import cross_entropy_sum
 from runtimes.execution.engine import Accuracy, Feed, Segment, SegmentReport
-from runtimes.execution.precision import autocast
+from runtimes.execution.precision import autocast, synchronize
 from runtimes.job import Job, Precision, Task
 from runtimes.model.stack import LayerStack
 from runtimes.model.stage import Stage
 from runtimes.peers.limits import equal_micro_batches
-from runtimes.peers.stage_copy import StageCopy, Stopwatch, synchronize
+from runtimes.peers.stage_copy import StageCopy, Stopwatch
 
 __all__ = ["PipeliningEngine"]
 

@@ -18,7 +18,7 @@ from runtimes.job import Job, Task
 from runtimes.model.stack import LayerStack
 from runtimes.peers.limits import check_peer
 
-__all__ = ["StageCopy", "Stopwatch", "synchronize"]
+__all__ = ["StageCopy", "Stopwatch"]
 
 
 class Stopwatch:
@@ -45,12 +45,6 @@ class Stopwatch:
     @property
     def wall_s(self) -> float:
         return self._wall / 1e9
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for what was handed to an accelerator, so that a clock read next includes it."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 class StageCopy:

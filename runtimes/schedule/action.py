@@ -11,7 +11,7 @@ __all__ = ["COMPUTE", "RECEIVES", "SENDS", "Action", "Op", "parse"]
 
 class Op(StrEnum):
     """What an action does.  ``unit`` is a unit for computation and messages, an update's index
-    for REDUCE, NORM, STEP and AVERAGE.
+    for REDUCE and STEP.
 
     R recomputes a forward whose activations were not kept.  It is an action of its own, so that
     it can be placed before the wait for the gradient, and so that the simulator sees it.
@@ -25,9 +25,7 @@ class Op(StrEnum):
     SEND_GRAD = "SEND_GRAD"
     RECV_GRAD = "RECV_GRAD"
     REDUCE = "REDUCE"
-    NORM = "NORM"
     STEP = "STEP"
-    AVERAGE = "AVERAGE"
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.R})

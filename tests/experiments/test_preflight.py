@@ -115,3 +115,16 @@ def test_contenders_need_equally_many_ranks() -> None:
     config = load("smoke/throughput", ["bench.contenders.0.plan.replicas=[3]"])
     with pytest.raises(UserError, match=r"equally many ranks, not dp 3, torch-ddp 2"):
         tasks_of(config, layers_of(config))
+
+
+def test_a_benchmark_trains_whole_batches() -> None:
+    config = load("smoke/throughput", ["data.sizes.train=40"])
+    with pytest.raises(UserError, match=r"no multiple .* 32: set data.sizes.train = 32"):
+        tasks_of(config, layers_of(config))
+
+
+def test_the_buckets_of_data_parallelism_are_its_peers_too() -> None:
+    config = load("smoke/throughput", [])
+    options = {task.label: task.options for task in tasks_of(config, layers_of(config))}
+    assert options["torch-ddp"] == {"bucket_mb": config.plan.bucket_mb}
+    assert options["dp"] == {}
