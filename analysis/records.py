@@ -228,11 +228,15 @@ def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:
     except FileNotFoundError:
         return None
     except ValidationError as error:
-        raise ValueError(f"{path} is broken: {_complaint(error)}") from error
+        raise ValueError(_broken(path, _complaint(error))) from error
     except KeyError as error:
-        raise ValueError(f"{path} is broken: the key {error} is missing") from error
+        raise ValueError(_broken(path, f"the key {error} is missing")) from error
     except (ValueError, TypeError, AttributeError, OSError) as error:
-        raise ValueError(f"{path} is broken: {error}") from error
+        raise ValueError(_broken(path, str(error))) from error
+
+
+def _broken(path: Path, what: str) -> str:
+    return f"{path} is broken: {what}; run its config again with --fresh, or move its folder away"
 
 
 def _complaint(error: ValidationError) -> str:

@@ -7,13 +7,16 @@ import fcntl
 import json
 import os
 import shutil
+import tempfile
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from experiments.errors import UserError
+from runtimes.execution.events import drop_torn_line
 from runtimes.manifest import sync_directory
 
 __all__ = ["Lock", "RunDirectory", "Store", "writing"]
@@ -34,7 +37,7 @@ def writing(what: Path) -> Iterator[None]:
 
 def _write(path: Path, content: bytes) -> None:
     """The whole of ``content``, or the file as it was: never half of it, whatever dies when."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     try:
         with part.open("wb") as file:
             file.write(content)
@@ -103,6 +106,8 @@ class RunDirectory:
     def append(self, event: Mapping[str, Any]) -> None:
         """One whole line, on disk when this returns."""
         path = self.path / "events.jsonl"
+        with writing(path):
+            drop_torn_line(path)
         with writing(path), path.open("ab") as file:
             # One write: two processes that append can not mix their lines.
             os.write(file.fileno(), json.dumps(event).encode() + b"\n")
@@ -168,8 +173,10 @@ class Store:
         runs = self.root / "runs"
         with writing(runs):
             runs.mkdir(parents=True, exist_ok=True)
-            _write(runs / ".probe", b"0")
-            (runs / ".probe").unlink()
+            with tempfile.TemporaryFile(dir=runs) as probe:
+                probe.write(b"0")
+                probe.flush()
+                os.fsync(probe.fileno())
             free = shutil.disk_usage(runs).free
         if free < needed_bytes:
             raise UserError(

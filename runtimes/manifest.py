@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ class Manifest:
 
 def write_json(path: Path, document: object) -> None:
     """Whole or not at all, even if the machine stops."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     with temporary.open("w") as file:
         json.dump(document, file, indent=1)
         file.flush()

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from runtimes.execution.status import die_with_parent
+from runtimes.manifest import write_json
 
 __all__ = ["AGENT_VARIABLE", "main"]
 
@@ -23,8 +24,13 @@ def main(run_dir: Path) -> int:
     agent = os.environ.get(AGENT_VARIABLE)
     die_with_parent(None if agent is None else int(agent))
 
-    from runtimes.execution.session import run_rank
-
+    try:
+        from runtimes.execution.session import run_rank
+    except ImportError as error:
+        rank = int(os.environ["RANK"])
+        document = {"rank": rank, "error": f"ImportError: {error}", "action": "loading torch"}
+        write_json(run_dir / f"error-{rank}.json", document)
+        raise
     return run_rank(run_dir)
 
 

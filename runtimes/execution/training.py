@@ -76,6 +76,11 @@ def run_training(
             event = _evaluate(engine, job, validation) | {"step": done, "epoch": epoch}
             if dist.get_rank() == 0:
                 log.write([event])
+            if isinstance(event["loss"], str):
+                raise DivergedError(
+                    f"the validation loss after {done} updates is {event['loss']}: "
+                    "lower the learning rate"
+                )
         if last or (epoch + 1) % job.checkpoint_every == 0:
             note("checkpoint")
             if dist.get_rank() == 0:
@@ -106,13 +111,12 @@ def _segment_events(
     for index, size in enumerate(sizes):
         step = first + index
         rate = learning_rate(job.optimizer, job.learning_rate, step, len(sizes), job.epochs)
-        finite = losses[step] if math.isfinite(losses[step]) else str(losses[step])
         events.append(
             {
                 "event": "step",
                 "step": step,
                 "epoch": epoch,
-                "loss": finite,
+                "loss": _strict(losses[step]),
                 "lr": rate,
                 "samples": size,
             }
@@ -131,6 +135,11 @@ def _segment_events(
     return events
 
 
+def _strict(loss: float) -> float | str:
+    """JSON has no word for what is not finite: a record has it as text."""
+    return loss if math.isfinite(loss) else str(loss)
+
+
 def _evaluate(engine: Engine, job: Job, validation: Feed) -> dict[str, Any]:
     samples = sum(validation.batch_sizes(0))
     shares: list[Accuracy] = gather(engine.evaluate(validation, samples, job.evaluation_batch_size))
@@ -140,6 +149,6 @@ def _evaluate(engine: Engine, job: Job, validation: Feed) -> dict[str, Any]:
     return {
         "event": "evaluation",
         "accuracy": sum(share.correct for share in shares) / samples,
-        "loss": sum(share.loss_sum for share in shares) / samples,
+        "loss": _strict(sum(share.loss_sum for share in shares) / samples),
         "samples": samples,
     }

@@ -37,6 +37,8 @@ class _Flight:
     samples: np.ndarray[Any, Any]
     #: Pieces of its samples by the first of them.
     received: dict[Op, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    #: Samples handed to the transport.
+    sent: dict[Op, int] = field(default_factory=lambda: defaultdict(int))
     #: (input, output) of each part of the backward, in the order of the forward.
     pieces: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     input: Tensor | None = None
@@ -321,17 +323,18 @@ class Worker:
         ordered = [pieces[first] for first in sorted(pieces)]
         return ordered[0] if len(ordered) == 1 else torch.cat(ordered)
 
-    def _mine(self, action: Action, tensor: Tensor) -> tuple[Tensor, bool]:
-        """The part of this replica's tensor that a message carries, and whether it is the last."""
+    def _mine(self, flight: _Flight, action: Action, tensor: Tensor) -> tuple[Tensor, bool]:
+        """The part of this replica's tensor that a message carries, and whether all has gone."""
         assert action.interval is not None
         low, high = self.program.share(action.pipeline, self.stage_index, self.replica, action.unit)
         first, last = action.interval
-        return tensor[first - low : last - low], last == high
+        flight.sent[action.op] += last - first
+        return tensor[first - low : last - low], flight.sent[action.op] == high - low
 
     def _send_activation(self, action: Action) -> None:
         flight = self._flights[action.pipeline, action.unit]
         assert flight.output is not None
-        piece, last = self._mine(action, flight.output.detach())
+        piece, last = self._mine(flight, action, flight.output.detach())
         self.endpoint.send(action, piece)
         if last:
             flight.output = None
@@ -341,7 +344,7 @@ class Worker:
     def _send_gradient(self, action: Action) -> None:
         flight = self._flights[action.pipeline, action.unit]
         assert flight.gradient is not None
-        piece, last = self._mine(action, flight.gradient)
+        piece, last = self._mine(flight, action, flight.gradient)
         self.endpoint.send(action, piece)
         if last:
             del self._flights[action.pipeline, action.unit]

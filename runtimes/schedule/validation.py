@@ -79,7 +79,7 @@ class _Unit:
     forward: bool = False
     recomputed: bool = False
     parts: int = 0
-    received: dict[Op, int] = field(default_factory=dict)
+    received: dict[Op, list[tuple[int, int]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -94,6 +94,8 @@ class _Cursor:
     in_flight: int = 0
     done: dict[int, set[int]] = field(default_factory=dict)
     reduced: dict[int, list[int | None]] = field(default_factory=dict)
+    #: Version whose gradients an update takes, by update.
+    versions: dict[int, int | None] = field(default_factory=dict)
     steps: int = 0
 
     def advance(self) -> None:
@@ -228,8 +230,7 @@ class _DryRun:
             )
         assert action.interval is not None
         unit = cursor.units.setdefault(action.unit, _Unit())
-        size = action.interval[1] - action.interval[0]
-        unit.received[action.op] = unit.received.get(action.op, 0) + size
+        unit.received.setdefault(action.op, []).append(action.interval)
         return True
 
     def needs(self, cursor: _Cursor, action: Action, op: Op, unit: _Unit) -> None:
@@ -237,13 +238,20 @@ class _DryRun:
         if not 0 <= neighbour < len(self.plan.stages):
             return
         low, high = self.own(action)
-        got = unit.received.get(op, 0)
-        if got != high - low:
+        at = low
+        for first, last in sorted(unit.received.get(op, [])):
+            if first < at:
+                raise self.fail(5, cursor, action, f"{op} of sample {first} came twice before it")
+            if first > at:
+                break
+            at = last
+        if at != high:
             raise self.fail(
                 5,
                 cursor,
                 action,
-                f"{op} of {got} of its {high - low} samples came before it: a receive is missing",
+                f"{op} of {at - low} of its {high - low} samples came before it: "
+                "a receive is missing",
             )
 
     def forward(self, cursor: _Cursor, action: Action) -> None:
@@ -305,14 +313,23 @@ class _DryRun:
         unit.parts = parts if action.part is None else unit.parts + 1
         if unit.parts == parts:
             cursor.done.setdefault(update, set()).add(action.unit)
+            cursor.versions[update] = unit.version
             cursor.in_flight -= 1
             del cursor.units[action.unit]
 
     def reduce(self, cursor: _Cursor, action: Action) -> None:
         stage = self.plan.stages[action.stage]
         parts = cursor.reduced.setdefault(action.unit, [])
-        if action.part in parts or (action.part is not None and action.part >= len(stage.parts)):
+        if stage.replicas == 1:
+            raise self.fail(11, cursor, action, "there is no other replica to reduce with")
+        twice = action.part in parts or None in parts or (action.part is None and parts)
+        if twice or (action.part is not None and action.part >= len(stage.parts)):
             raise self.fail(11, cursor, action, "this part does not exist or is reduced twice")
+        used = cursor.versions.get(action.unit)
+        if used is not None and action.version != used:
+            raise self.fail(
+                11, cursor, action, f"the gradients of this update are those of version @{used}"
+            )
         if not self.complete(cursor, action, action.part):
             raise self.fail(11, cursor, action, "reduced before its backward")
         parts.append(action.part)
@@ -348,7 +365,7 @@ class _DryRun:
         stage = self.plan.stages[action.stage]
         if stage.replicas > 1:
             parts = cursor.reduced.get(action.unit, [])
-            if parts != [None] and len(parts) != len(stage.parts):
+            if parts != [None] and set(parts) != set(range(len(stage.parts))):
                 raise self.fail(11, cursor, action, "a step before its gradients are reduced")
             key = (action.pipeline, action.stage)
             mine = self.joined[(*key, action.replica)]
@@ -357,6 +374,7 @@ class _DryRun:
         cursor.steps += 1
         cursor.done.pop(action.unit, None)
         cursor.reduced.pop(action.unit, None)
+        cursor.versions.pop(action.unit, None)
         return True
 
     def nothing_left(self) -> None:

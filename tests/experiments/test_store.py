@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,21 @@ def test_a_disk_too_small_for_the_run(store: Store, monkeypatch: pytest.MonkeyPa
     store.check(10**6)
     with pytest.raises(UserError, match=r"1.0 MB free, but the run may need 8.9 MB"):
         store.check(8_900_000)
+
+
+def test_many_may_look_whether_results_can_be_written(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(store.check) for _ in range(200)]:
+            done.result()
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_an_event_is_not_added_to_a_torn_line(tmp_path: Path) -> None:
+    run = Store(tmp_path).run("some-run")
+    run.create()
+    run.append({"event": "launch"})
+    with (run.path / "events.jsonl").open("a") as file:
+        file.write('{"event": "st')
+    run.append({"event": "end"})
+    assert [event["event"] for event in run.events()] == ["launch", "end"]

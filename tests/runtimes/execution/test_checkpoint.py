@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from runtimes.execution.checkpoint import load_state
 from runtimes.execution.distributed import DistributedEngine
+from runtimes.execution.events import EventLog
 from runtimes.execution.feed import ArrayFeed
 from runtimes.execution.status import StatusFile
 from runtimes.execution.training import DivergedError, run_training
@@ -85,7 +87,7 @@ def feed_of(job: Job, directory: Path, batch_size: int, *, shuffle: bool) -> Arr
 
 def train(rank: int, world_size: int, run_dir: Path, data: Path, job: Job) -> str:
     run_dir.mkdir(exist_ok=True)
-    feed = feed_of(job, data / "train", 8, shuffle=True)
+    feed = feed_of(job, data / "train", job.batch_size, shuffle=True)
     validation = feed_of(job, data / "validation", 5, shuffle=False)
     engine = DistributedEngine(job, job.tasks[0], build_stack(MODEL), feed, rank)
     try:
@@ -171,6 +173,32 @@ def test_a_run_whose_loss_is_not_finite_ends_and_says_so(tmp_path: Path, data: P
     assert not (tmp_path / "run" / "checkpoint").exists()
 
 
+def test_weights_that_diverge_in_the_last_update_show_in_the_evaluation(
+    tmp_path: Path, data: Path
+) -> None:
+    """One update an epoch: its loss is still finite, but its weights are not."""
+    run_dir = tmp_path / "run"
+    job = replace(job_of(TWO, 1, optimizer=OptimizerSpec(lr=1e38)), batch_size=19)
+    assert all("validation loss" in text for text in run_ranks(2, train, run_dir, data, job))
+    lines = (run_dir / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert events[-1]["event"] == "evaluation"
+    assert events[-1]["loss"] == "nan"
+    assert not (run_dir / "checkpoint").exists()
+
+
+def test_a_torn_last_line_is_not_added_to(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    log.write([{"event": "step", "step": 0}])
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"event": "st')
+    again = EventLog(tmp_path)
+    assert again.lines == 1
+    again.write([{"event": "step", "step": 1}])
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1]
+
+
 def test_the_last_action_can_be_read_by_another_process(tmp_path: Path) -> None:
     status = StatusFile(tmp_path / "ranks" / "0.status")
     status.note("evaluation")
@@ -188,3 +216,18 @@ def test_a_rank_whose_agent_is_gone_before_it_looks_ends_at_once(tmp_path: Path)
     )
     assert done.returncode == -signal.SIGKILL
     assert not any(tmp_path.iterdir())
+
+
+def test_a_rank_that_cannot_load_torch_says_so(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    done = subprocess.run(
+        [sys.executable, "-m", "runtimes.execution.rank", str(tmp_path)],
+        cwd=Path(__file__).parents[3],
+        env=os.environ | {"RANK": "1", "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    document = json.loads((tmp_path / "error-1.json").read_text())
+    assert document["rank"] == 1
+    assert "no torch here" in document["error"]

@@ -13,6 +13,7 @@ from runtimes.execution.inprocess import InProcess
 from runtimes.job import DataSpec, Job, ModelSpec, OptimizerSpec, Task
 from runtimes.model.stack import LayerStack
 from runtimes.plan import Plan
+from runtimes.schedule import Op, validate
 
 
 class Rows:
@@ -98,3 +99,18 @@ def test_training_can_follow_evaluation_and_the_other_way_round() -> None:
     for name, tensor in copies(straight).items():
         assert torch.equal(tensor, engine.state()["weights"][name])
     assert engine.evaluate(feed, 6, 1).samples == 6
+
+
+def test_messages_of_a_unit_may_leave_in_any_order() -> None:
+    plan = Plan.even(2, 2, (1, 2))
+    engine, straight = engine_of(plan), engine_of(plan)
+    program = engine.system.program(plan, (4, 2))
+    actions = list(program.of_rank(0)[0])
+    at = [i for i, action in enumerate(actions) if action.op == Op.SEND_ACT][:2]
+    actions[at[0]], actions[at[1]] = actions[at[1]], actions[at[0]]
+    program = program.replaced(0, actions)
+    validate(program)
+    engine.run(program, 0)
+    straight.train(Segment(0, (4, 2)))
+    for name, tensor in copies(straight).items():
+        assert torch.equal(tensor, copies(engine)[name])

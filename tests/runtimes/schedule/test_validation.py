@@ -183,6 +183,8 @@ REPLICATED = Plan.even(4, 2, (2, 2), micro_batches=2, cuts=(1, 3))
         (swapped("p0.s0.r1.REDUCE0/1@0", "p0.s0.r1.STEP0@1"), "before its gradients are reduced"),
         (doubled("p0.s0.r1.REDUCE0/1@0"), "reduced twice"),
         (swapped("p0.s0.r1.REDUCE0/1@0", "p0.s0.r1.B1/1@0"), "reduced before its backward"),
+        (changed("p0.s0.r1.REDUCE0/1@0", "p0.s0.r1.REDUCE0@0"), "reduced twice"),
+        (changed("p0.s0.r1.REDUCE1/1@1", "p0.s0.r1.REDUCE1/1@0"), "those of version @1"),
     ],
 )
 def test_reductions_are_checked(edit: Edit, words: str) -> None:
@@ -225,3 +227,27 @@ def test_an_evaluation_that_leaves_samples_out_is_refused() -> None:
     )
     with pytest.raises(ScheduleError, match="never evaluated"):
         validate(half)
+
+
+def test_a_reduction_without_replicas_is_refused() -> None:
+    program = DAPPLE.program(PLAN, (3,))
+    step = parse("p0.s0.r0.STEP0@1")
+    reduce = parse("p0.s0.r0.REDUCE0/0@0")
+    actions = list(program.of_rank(0)[0])
+    actions.insert(actions.index(step), reduce)
+    with pytest.raises(ScheduleError, match="no other replica to reduce with"):
+        validate(program.replaced(0, actions))
+
+
+def test_a_message_that_repeats_samples_does_not_stand_for_those_left_out() -> None:
+    program = GPIPE.program(Plan.even(4, 2), (4,))
+    halves = []
+    for rank, op in ((0, "SEND_ACT0>r0"), (1, "RECV_ACT0<r0")):
+        whole = f"p0.s{rank}.r0.{op}[0:4]@0"
+        half = parse(f"p0.s{rank}.r0.{op}[0:2]@0")
+        actions = list(program.of_rank(rank)[0])
+        at = actions.index(parse(whole))
+        halves.append([*actions[:at], half, half, *actions[at + 1 :]])
+    with pytest.raises(ScheduleError, match="RECV_ACT of sample 0 came twice") as caught:
+        validate(program.replaced(0, halves[0]).replaced(1, halves[1]))
+    assert (caught.value.rule, str(caught.value.action)) == (5, "p0.s1.r0.F0@0")
