@@ -25,7 +25,8 @@ def time_slots(
     pending = [next(actions, None) for actions, _ in heads]
     clocks = [0] * len(heads)
     sent: dict[tuple[Channel, int, tuple[int, int] | None], int] = {}
-    stepped: dict[tuple[int, int, int], list[int]] = {}
+    #: (pipeline, stage, update) → (replica, part) → slot in which that reduction began.
+    reduced: dict[tuple[int, int, int], dict[tuple[int, int | None], int]] = {}
     cells: list[list[tuple[Action, int, int]]] = [[] for _ in heads]
     moved = True
     while moved:
@@ -51,12 +52,15 @@ def time_slots(
                         cells[index].append((action, clocks[index], clocks[index] + width))
                     clocks[index] += width
                 elif action.op == Op.REDUCE:
-                    place = (action.pipeline, action.stage, action.unit)
-                    stepped.setdefault(place, []).append(clocks[index])
-                elif action.op == Op.STEP and (
-                    times := stepped.get((action.pipeline, action.stage, action.unit))
-                ):
-                    clocks[index] = max(clocks[index], *times)
+                    begun = reduced.setdefault((action.pipeline, action.stage, action.unit), {})
+                    begun[action.replica, action.part] = clocks[index]
+                elif action.op == Op.STEP and program.plan.stages[action.stage].replicas > 1:
+                    stage = program.plan.stages[action.stage]
+                    begun = reduced.get((action.pipeline, action.stage, action.unit), {})
+                    parts = 1 if (action.replica, None) in begun else len(stage.parts)
+                    if len(begun) < stage.replicas * parts:
+                        break
+                    clocks[index] = max(clocks[index], *begun.values())
                 pending[index] = next(actions, None)
                 moved = True
     return cells

@@ -115,3 +115,12 @@ def test_a_long_program_costs_only_what_walks_it() -> None:
         "p0.s1.r0.RECV_ACT0<r0[0:8]@0",
         "p0.s1.r0.F0@0",
     ]
+
+
+def test_a_step_waits_for_the_slowest_replica() -> None:
+    """Replica 1 holds the one sample of the first unit as well, so it is busy for longer."""
+    plan = Plan.even(2, 1, (2,), micro_batches=2, cuts=(1,))
+    program = get_system("dp").program(plan, (3, 3))
+    rows = grid(program).splitlines()
+    assert rows[0].split(" | ")[1].split()[:7] == ["F1", "B1", "B1", ".", ".", ".", "F3"]
+    assert rows[1].split(" | ")[1].split()[:7] == ["F0", "B0", "B0", "F1", "B1", "B1", "F2"]
