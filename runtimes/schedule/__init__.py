@@ -6,7 +6,8 @@ from runtimes.schedule.lowering import lower
 from runtimes.schedule.orders import Compute, Order, flush, forward_only, warm_up
 from runtimes.schedule.program import Program, Stream
 from runtimes.schedule.rendering import grid
-from runtimes.schedule.validation import Declared, ScheduleError, validate
+from runtimes.schedule.rules import Declared, ScheduleError
+from runtimes.schedule.validation import validate
 
 __all__ = [
     "Action",
