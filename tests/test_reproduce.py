@@ -74,6 +74,9 @@ class Clone:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # As a terminal starts it: a CI job in the background may hand on an ignored SIGINT,
+            # which no shell can trap.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def run(self, *arguments: str, **settings: str) -> tuple[int, str, str]:
