@@ -9,7 +9,6 @@ import os
 import shutil
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from experiments.errors import UserError
 from runtimes.execution.events import drop_torn_line
-from runtimes.manifest import sync_directory
+from runtimes.manifest import write_whole
 
 __all__ = ["Lock", "RunDirectory", "Store", "writing"]
 
@@ -33,21 +32,6 @@ def writing(what: Path) -> Iterator[None]:
             f"cannot write {where}: {(error.strerror or str(error)).lower()}; mend that, or let "
             "PIPEBENCH_RESULTS name another folder for results"
         ) from None
-
-
-def _write(path: Path, content: bytes) -> None:
-    """The whole of ``content``, or the file as it was: never half of it, whatever dies when."""
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
 
 
 @dataclass(frozen=True)
@@ -67,7 +51,7 @@ class RunDirectory:
 
     def write(self, name: str, text: str) -> None:
         with writing(self.path / name):
-            _write(self.path / name, text.encode())
+            write_whole(self.path / name, text.encode())
 
     def write_json(self, name: str, document: Mapping[str, Any]) -> None:
         self.write(name, json.dumps(document, indent=1) + "\n")
@@ -120,7 +104,7 @@ class RunDirectory:
     def cut_events(self, lines: int) -> None:
         """Keep the first ``lines`` events."""
         with writing(self.path / "events.jsonl"):
-            _write(self.path / "events.jsonl", b"".join(self._lines()[:lines]))
+            write_whole(self.path / "events.jsonl", b"".join(self._lines()[:lines]))
 
     def forget_attempt(self) -> None:
         """Remove what ranks of an earlier attempt left to explain their end."""

@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Manifest", "read_manifest", "sync_directory", "write_json", "write_manifest"]
+__all__ = [
+    "Manifest",
+    "read_manifest",
+    "sync_directory",
+    "write_json",
+    "write_manifest",
+    "write_whole",
+]
 
 
 @dataclass(frozen=True)
@@ -22,15 +29,24 @@ class Manifest:
     files: Mapping[str, int]
 
 
-def write_json(path: Path, document: object) -> None:
-    """Whole or not at all, even if the machine stops."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    with temporary.open("w") as file:
-        json.dump(document, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+def write_whole(path: Path, content: bytes) -> None:
+    """The whole of ``content``, or the file as it was: never half of it, whatever dies when."""
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
+
+
+def write_json(path: Path, document: object) -> None:
+    """As :func:`write_whole`."""
+    write_whole(path, json.dumps(document, indent=1).encode())
 
 
 def sync_directory(directory: Path) -> None:
