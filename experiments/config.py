@@ -141,6 +141,9 @@ class Data(Section):
 
 
 class Optimizer(Section):
+    """``clip``: largest norm of an update's gradients, ``clip_by`` that of the whole model or of
+    each stage."""
+
     name: Literal["sgd", "adamw"] = "sgd"
     lr: float = Field(default=0.1, ge=0)
     momentum: BelowOne = 0.0
@@ -148,6 +151,8 @@ class Optimizer(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
+    clip: float | None = Field(default=None, gt=0)
+    clip_by: Literal["global", "stage"] = "global"
 
     @model_validator(mode="after")
     def _of_the_method(self) -> Optimizer:

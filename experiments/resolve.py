@@ -147,18 +147,24 @@ def _task(config: Config, contender: Contender, layers: Layers) -> Task:
     if system is not None:
         _prove(config, system, plan)
     else:
+        if config.train.optimizer.clip is not None:
+            raise ValueError(f"{name} does not clip gradients: leave optimizer.clip out")
         check_peer(task, config.train.batch_size)
     return task
 
 
 def _prove(config: Config, system: System, plan: Plan) -> None:
-    """Hold what will run to the validator's rules: two full batches stand for any number of them,
+    """Hold what will run to the validator's rules: some full batches stand for any number of them,
     beside the last one, and the evaluation."""
     known, size = DATA_SETS[config.data.set], config.train.batch_size
     samples = config.data.sizes.train or known.train_samples
     full, rest = divmod(samples, size)
-    sizes = (size,) * min(full, 2) + ((rest,) if rest else ())
-    validate(system.program(plan, sizes), system.declared(plan))
+    # Enough for every stage to be in its steady state, and to drain.
+    sizes = (size,) * min(full, 2 + 2 * plan.world_size) + ((rest,) if rest else ())
+    norm = config.train.optimizer.clip is not None and config.train.optimizer.clip_by == "global"
+    for carried in range(system.carries + 1):
+        program = system.program(plan, sizes, carried=carried, norm=norm)
+        validate(program, system.declared(plan, carried=carried))
     samples = config.data.sizes.validation or known.validation_samples
     validate(evaluation_program(plan, samples, config.train.evaluation_batch_size))
 

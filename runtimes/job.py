@@ -70,6 +70,13 @@ class OptimizerSpec:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    #: Largest norm of the gradients of an update, of the whole model or of each stage.
+    clip: float | None = None
+    clip_by: Literal["global", "stage"] = "global"
+
+    @property
+    def global_norm(self) -> bool:
+        return self.clip is not None and self.clip_by == "global"
 
 
 @dataclass(frozen=True)

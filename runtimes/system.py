@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from runtimes.plan import Plan
-from runtimes.schedule import Batches, Declared, Order, Program, flush, forward_only, lower
+from runtimes.schedule import (
+    Batches,
+    Declared,
+    Order,
+    Program,
+    flush,
+    forward_only,
+    lower,
+    one_step_a_unit,
+)
 
-__all__ = ["FlushSystem", "System", "evaluation_program"]
+__all__ = ["Drain", "FlushSystem", "System", "UnflushedSystem", "evaluation_program"]
+
+#: Where a pipeline drains: after every epoch, or only where the run asks for it (evaluation,
+#: checkpoint, switch, end).
+Drain = Literal["epoch", "run"]
 
 
 @dataclass(frozen=True)
@@ -22,22 +35,54 @@ class System(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     paper: ClassVar[str]
+    #: Versions beside the latest that the next segment needs.
+    carries: ClassVar[int] = 0
+    #: Whether all stages take an update's gradients together, as clipping by global norm needs.
+    global_norm: ClassVar[bool] = True
+    #: Whether whole batches go round a stage's replicas, instead of being shared by them.
+    rounds: ClassVar[bool] = False
 
     @abstractmethod
-    def order(self, plan: Plan, batches: Batches) -> Order:
-        """What each replica computes, in order, over a segment between two drains."""
+    def compute_order(self, plan: Plan, batches: Batches, *, carried: int, norm: bool) -> Order:
+        """What each replica computes, in order, over a segment between two drains.
+
+        ``carried`` as of Program; ``norm``: with a NORM before every step.
+        """
 
     @abstractmethod
-    def declared(self, plan: Plan) -> Declared:
+    def declared(self, plan: Plan, *, carried: int = 0) -> Declared:
         """Gradient delay and units in flight, which the validator holds the program to."""
+
+    @abstractmethod
+    def bound(self, plan: Plan, batches: int, unit_s: float, step_s: float) -> float:
+        """Seconds that a segment of so many batches takes at least, if the slowest stage's replica
+        needs ``unit_s`` for a unit forward and backward and ``step_s`` for an optimizer step, and
+        communication, reduction and everything else are free."""
 
     def live_versions(self, plan: Plan, stage: int) -> int:
         """Weight versions a stage may hold at once."""
         return 1
 
+    def retained(self, plan: Plan, stage: int) -> int:
+        """Versions before the latest that a later forward may still ask for."""
+        return 0
+
+    def rate_factor(self, plan: Plan, stage: int) -> float:
+        """What the learning rate is multiplied by at a stage."""
+        return 1.0
+
+    @property
+    def drain(self) -> Drain:
+        return "epoch"
+
     @property
     def blocking_reduce(self) -> bool:
         """Whether replicas reduce one parameter after the other, after the backward."""
+        return False
+
+    @property
+    def rendezvous(self) -> bool:
+        """Whether activations are sent and received as of Program.rendezvous."""
         return False
 
     def check(self, plan: Plan) -> None:
@@ -45,12 +90,26 @@ class System(ABC):
         if plan.pipelines != 1:
             raise ValueError(f"{self.name} has one pipeline, not {plan.pipelines}")
 
-    def program(self, plan: Plan, sizes: tuple[int, ...]) -> Program:
-        """The program that trains batches of these sizes, one update each."""
+    def program(
+        self, plan: Plan, sizes: tuple[int, ...], *, carried: int = 0, norm: bool = False
+    ) -> Program:
+        """The program that trains batches of these sizes; ``carried`` and ``norm`` as of
+        compute_order."""
         self.check(plan)
-        batches = Batches(sizes, plan.micro_batches, plan.pipelines)
-        order = self.order(plan, batches)
-        return lower(order, plan, batches, blocking_reduce=self.blocking_reduce)
+        if norm and not self.global_norm:
+            raise ValueError(
+                f"{self.name} steps its stages at different times, so there is no global norm to "
+                'clip by: set optimizer.clip_by = "stage"'
+            )
+        batches = Batches(sizes, plan.micro_batches, plan.pipelines, self.rounds)
+        return lower(
+            self.compute_order(plan, batches, carried=carried, norm=norm),
+            plan,
+            batches,
+            blocking_reduce=self.blocking_reduce,
+            rendezvous=self.rendezvous,
+            carried=carried,
+        )
 
 
 @dataclass(frozen=True)
@@ -64,16 +123,67 @@ class FlushSystem(System):
     def warm_up(self, stage: int, stages: int, units: int) -> int:
         """K_s: forwards of a batch of ``units`` units before the first backward at a stage."""
 
-    def order(self, plan: Plan, batches: Batches) -> Order:
+    def compute_order(self, plan: Plan, batches: Batches, *, carried: int, norm: bool) -> Order:
         stages = len(plan.stages)
-        return flush(batches, lambda stage, units: self.warm_up(stage, stages, units))
+        return flush(batches, lambda stage, units: self.warm_up(stage, stages, units), norm=norm)
 
-    def declared(self, plan: Plan) -> Declared:
+    def declared(self, plan: Plan, *, carried: int = 0) -> Declared:
         stages, units = len(plan.stages), plan.micro_batches
         return Declared(
             delay=lambda stage, update: 0,
             in_flight=lambda stage: self.warm_up(stage, stages, units),
         )
+
+    def bound(self, plan: Plan, batches: int, unit_s: float, step_s: float) -> float:
+        """(M + S − 1) · max_s t_s + step, a batch."""
+        return batches * ((plan.micro_batches + len(plan.stages) - 1) * unit_s + step_s)
+
+
+@dataclass(frozen=True)
+class UnflushedSystem(System):
+    """A whole batch is a unit, and every backward is followed by an update of its stage.
+
+    All that is special about one is its warm-up, and the version that a unit's update runs on.
+    """
+
+    global_norm = False
+
+    @abstractmethod
+    def warm_up(self, plan: Plan, stage: int) -> int:
+        """w_s: forwards before the first forward-backward pair."""
+
+    def version(self, plan: Plan, stage: int, update: int) -> int:
+        """max(0, i − w_s): the latest there is when the unit's forward begins."""
+        return max(0, update - self.warm_up(plan, stage))
+
+    def compute_order(self, plan: Plan, batches: Batches, *, carried: int, norm: bool) -> Order:
+        return one_step_a_unit(
+            batches,
+            [stage.replicas for stage in plan.stages],
+            lambda stage: self.warm_up(plan, stage),
+            lambda stage, update: self.version(plan, stage, update),
+        )
+
+    def declared(self, plan: Plan, *, carried: int = 0) -> Declared:
+        return Declared(
+            delay=lambda stage, update: update - self.version(plan, stage, update),
+            in_flight=lambda stage: self.warm_up(plan, stage) + 1,
+        )
+
+    def live_versions(self, plan: Plan, stage: int) -> int:
+        return self.warm_up(plan, stage) + 1
+
+    def bound(self, plan: Plan, batches: int, unit_s: float, step_s: float) -> float:
+        """(n + S − 1) · max_s (t_s + step_s) of a segment of n batches: no flush between them."""
+        return (batches + len(plan.stages) - 1) * (unit_s + step_s)
+
+    def check(self, plan: Plan) -> None:
+        super().check(plan)
+        if plan.micro_batches != 1:
+            raise ValueError(
+                f"{self.name} moves whole batches, but plan.micro_batches is {plan.micro_batches}: "
+                "set it to 1"
+            )
 
 
 def evaluation_program(plan: Plan, samples: int, batch_size: int) -> Program:

@@ -7,14 +7,20 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from runtimes.ashpipe import AshPipe
 from runtimes.dapple import Dapple
 from runtimes.dp import DataParallel
 from runtimes.gpipe import GPipe
+from runtimes.pipedream import PipeDream
+from runtimes.pipedream_2bw import PipeDream2BW
 from runtimes.system import System
 
-__all__ = ["PEERS", "SYSTEMS", "get_system", "system_options"]
+__all__ = ["PEERS", "SYSTEMS", "get_system", "schedule_of", "system_options"]
 
-SYSTEMS: dict[str, type[System]] = {system.name: system for system in (DataParallel, GPipe, Dapple)}
+SYSTEMS: dict[str, type[System]] = {
+    system.name: system
+    for system in (DataParallel, GPipe, Dapple, PipeDream, PipeDream2BW, AshPipe)
+}
 
 #: Implementations of others that run on the same model and data: (summary, our counterpart).
 PEERS: dict[str, tuple[str, str]] = {
@@ -53,3 +59,8 @@ def get_system(name: str, options: Mapping[str, Any] | None = None) -> System:
             choices = ", ".join(repr(choice) for choice in allowed[key][1])
             raise ValueError(f"{name}: {key} = {value!r}, but it is one of {choices}")
     return SYSTEMS[name](**(options or {}))
+
+
+def schedule_of(name: str, options: Mapping[str, Any]) -> System:
+    """The system of that name; for a peer our system whose schedule it runs."""
+    return get_system(PEERS[name][1]) if name in PEERS else get_system(name, options)

@@ -27,11 +27,11 @@ class RandomOrder(System):
     summary = "for tests"
     paper = "none"
 
-    def order(self, plan: Plan, batches: Batches) -> Order:
+    def compute_order(self, plan: Plan, batches: Batches, *, carried: int, norm: bool) -> Order:
         def stage_order(pipeline: int, stage: int, replica: int) -> Iterator[Compute]:
             dice = random.Random(f"{self.seed} {stage}")
-            for update in range(batches.updates):
-                forwards = list(batches.units(pipeline, update))
+            for update in range(len(batches.sizes)):
+                forwards = list(batches.units_of_batch(pipeline, update))
                 if dice.random() < self.skew:
                     dice.shuffle(forwards)
                 backwards: list[int] = []
@@ -48,8 +48,11 @@ class RandomOrder(System):
 
         return stage_order
 
-    def declared(self, plan: Plan) -> Declared:
+    def declared(self, plan: Plan, *, carried: int = 0) -> Declared:
         return Declared(delay=lambda stage, update: 0, in_flight=lambda stage: plan.micro_batches)
+
+    def bound(self, plan: Plan, batches: int, unit_s: float, step_s: float) -> float:
+        raise NotImplementedError
 
 
 def random_plan(

@@ -16,17 +16,9 @@ from runtimes.execution.events import EventLog
 from runtimes.execution.rehearsal import Rehearsal, Slice
 from runtimes.execution.training import gather, rank_entries
 from runtimes.job import Job, Task
+from runtimes.systems import schedule_of
 
-__all__ = ["run_benchmark", "schedule_bound"]
-
-
-def schedule_bound(stages: int, units: int, unit_s: float, step_s: float) -> float:
-    """Seconds a batch takes at least under a flush schedule: (M + S − 1) · max_s t_s + step.
-
-    ``unit_s`` is the slowest stage's forward and backward of one unit, ``step_s`` its optimizer's
-    step.  Communication, reduction and everything else count as free.
-    """
-    return (units + stages - 1) * unit_s + step_s
+__all__ = ["run_benchmark"]
 
 
 def run_benchmark(
@@ -81,4 +73,4 @@ def _bound(task: Task, rehearsal: Rehearsal, number: int, steps: int) -> float:
     everyone: list[Slice] = gather(rehearsal.measure(number))
     unit = max(share.unit_s for share in everyone)
     step = max(share.step_s for share in everyone)
-    return steps * schedule_bound(len(task.plan.stages), task.plan.micro_batches, unit, step)
+    return schedule_of(task.system, task.options).bound(task.plan, steps, unit, step)

@@ -52,10 +52,10 @@ def load_state(run_dir: Path) -> tuple[int, dict[str, Any]] | None:
     manifest = read_manifest(run_dir)
     if manifest is None:
         return None
-    merged: dict[str, Any] = {"weights": {}, "optimizer": {}}
+    merged: dict[str, Any] = {"weights": {}, "optimizer": {}, "stash": {}}
     for name in manifest.files:
         file = run_dir / "checkpoint" / str(manifest.step) / name
         share = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         for kind, values in merged.items():
-            values.update(share[kind])
+            values.update(share.get(kind, {}))
     return manifest.step, merged

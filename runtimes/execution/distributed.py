@@ -64,7 +64,10 @@ class _End:
         for number, stage in enumerate(plan.stages):
             if stage.replicas > 1:
                 self.replicas[number] = _group(stage.ranks)
+        self.everyone = _group(everyone)
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
+        #: Sums of squares under way, by update.
+        self._squares: dict[int, tuple[dist.Work, Tensor]] = {}
         self._reductions: dict[int, list[tuple[dist.Work, Tensor, Sequence[Tensor]]]] = {}
 
     def open(self, program: Program) -> None:
@@ -170,6 +173,16 @@ class _End:
             pieces = _unflatten_dense_tensors(flat, tensors)
             torch._foreach_copy_(list(tensors), list(pieces))
 
+    def norm(self, action: Action, squares: Tensor) -> None:
+        work = dist.all_reduce(squares, group=self.everyone, async_op=True)
+        assert work is not None
+        self._squares[action.unit] = work, squares
+
+    def finish_norm(self, action: Action) -> Tensor:
+        work, squares = self._squares.pop(action.unit)
+        self._wait(work, action)
+        return squares
+
     def close(self) -> None:
         while self._sends:
             work, _ = self._sends.popleft()
@@ -226,6 +239,7 @@ class DistributedEngine:
         self.plan = task.plan
         self.system = system or get_system(task.system, task.options)
         self.system.check(task.plan)
+        self.norm = job.optimizer.global_norm
         self.end = _End(task.plan, rank, job.action_timeout_s)
         self.worker = Worker(
             job,
@@ -234,6 +248,7 @@ class DistributedEngine:
             feed,
             rank,
             self.end,
+            self.system,
             before=before,
             keep_gradients=keep_gradients,
         )
@@ -253,8 +268,11 @@ class DistributedEngine:
         self.worker.finish()
 
     def train(self, segment: Segment) -> SegmentReport:
-        self._run(self.system.program(self.plan, segment.batches), segment.first)
         worker = self.worker
+        program = self.system.program(
+            self.plan, segment.batches, carried=worker.carried, norm=self.norm
+        )
+        self._run(program, segment.first)
         sent: list[dict[MessageKey, int] | None] = [None] * self.plan.world_size
         dist.all_gather_object(sent, worker.trace.sent(self.peers))
         merged: dict[MessageKey, int] = {}

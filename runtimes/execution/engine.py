@@ -70,8 +70,9 @@ class Engine(Protocol):
 
     def state(self) -> Mapping[str, Any]:
         """{"weights": {parameter name of the whole model: Tensor},
-        "optimizer": {parameter name: {state name: Tensor or number}}} of what this rank owns;
-        empty on ranks whose copy another rank stores."""
+        "optimizer": {parameter name: {state name: Tensor or number}},
+        "stash": {parameter name: Tensor} of the version before, for systems that carry it over}
+        of what this rank owns; empty on ranks whose copy another rank stores."""
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
         """Take over what this rank needs of a merged state, at update ``step``."""

@@ -20,7 +20,7 @@ from runtimes.job import Job, Task
 from runtimes.model.stack import LayerStack
 from runtimes.plan import Plan
 from runtimes.schedule import Program
-from runtimes.schedule.action import RECEIVES, Action
+from runtimes.schedule.action import RECEIVES, Action, Op
 from runtimes.schedule.program import Channel, channel
 from runtimes.system import System, evaluation_program
 from runtimes.systems import get_system
@@ -39,6 +39,8 @@ class Mailbox:
         self.queues: dict[Channel, deque[tuple[Action, Tensor]]] = defaultdict(deque)
         self.open: dict[_Collective, dict[int, Sequence[Tensor]]] = defaultdict(dict)
         self.pending: dict[tuple[int, int, int, int], set[_Collective]] = defaultdict(set)
+        #: (pipeline, update) → rank → its share of the norm's square.
+        self.squares: dict[tuple[int, int], dict[int, Tensor]] = defaultdict(dict)
 
     def endpoint(self) -> _End:
         return _End(self)
@@ -67,7 +69,10 @@ class _End:
         if action.op in RECEIVES:
             return bool(self.box.queues[channel(action, self.box.plan)])
         place = (action.pipeline, action.stage, action.unit, action.replica)
-        return not any(key in self.box.open for key in self.box.pending[place])
+        if any(key in self.box.open for key in self.box.pending[place]):
+            return False
+        squares = self.box.squares.get((action.pipeline, action.unit))
+        return action.op != Op.STEP or squares is None or len(squares) == self.box.plan.world_size
 
     def send(self, action: Action, tensor: Tensor) -> None:
         self.box.queues[channel(action, self.box.plan)].append((action, tensor))
@@ -93,6 +98,14 @@ class _End:
     def finish_reduce(self, action: Action) -> None:
         place = (action.pipeline, action.stage, action.unit, action.replica)
         self.box.pending.pop(place, None)
+
+    def norm(self, action: Action, squares: Tensor) -> None:
+        rank = self.box.plan.rank(action.stage, action.replica)
+        self.box.squares[action.pipeline, action.unit][rank] = squares
+
+    def finish_norm(self, action: Action) -> Tensor:
+        shares = self.box.squares[action.pipeline, action.unit]
+        return torch.stack([shares[rank] for rank in sorted(shares)]).sum()
 
     def close(self) -> None:
         """Nothing is under way in one process: what was sent lies in the mailbox."""
@@ -133,6 +146,7 @@ class InProcess:
         self.plan = task.plan
         self.system = system or get_system(task.system, task.options)
         self.system.check(task.plan)
+        self.norm = job.optimizer.global_norm
         self.box = Mailbox(task.plan)
         self.workers = [
             Worker(
@@ -142,6 +156,7 @@ class InProcess:
                 feed,
                 rank,
                 self.box.endpoint(),
+                self.system,
                 before=before,
                 keep_gradients=keep_gradients,
             )
@@ -151,6 +166,7 @@ class InProcess:
     def run(self, program: Program, first_step: int, feed: Feed | None = None) -> float:
         """Run any program on these workers; seconds of wall time."""
         begin = perf_counter()
+        self.box.squares.clear()
         for worker in self.workers:
             worker.start(program, first_step, feed)
         run_program(self.workers)
@@ -159,7 +175,10 @@ class InProcess:
         return perf_counter() - begin
 
     def train(self, segment: Segment) -> list[SegmentReport]:
-        wall = self.run(self.system.program(self.plan, segment.batches), segment.first)
+        program = self.system.program(
+            self.plan, segment.batches, carried=self.workers[0].carried, norm=self.norm
+        )
+        wall = self.run(program, segment.first)
         return [
             SegmentReport(
                 wall_s=wall,
@@ -188,7 +207,7 @@ class InProcess:
         return merged
 
     def state(self) -> dict[str, Any]:
-        merged: dict[str, Any] = {"weights": {}, "optimizer": {}}
+        merged: dict[str, Any] = {"weights": {}, "optimizer": {}, "stash": {}}
         for worker in self.workers:
             share = worker.state()
             for kind in merged:

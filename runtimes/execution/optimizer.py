@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from runtimes.job import LearningRate, OptimizerSpec
 
-__all__ = ["build_optimizer", "learning_rate"]
+__all__ = ["build_optimizer", "clip", "learning_rate", "squared_norm"]
 
 
 def build_optimizer(params: Iterable[Parameter], spec: OptimizerSpec) -> torch.optim.Optimizer:
@@ -35,7 +36,27 @@ def build_optimizer(params: Iterable[Parameter], spec: OptimizerSpec) -> torch.o
     )
 
 
+def squared_norm(gradients: Iterable[Tensor | None], device: torch.device) -> Tensor:
+    """() float64: the sum of the squares of all gradients."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        if gradient is not None:
+            total += gradient.square().sum(dtype=torch.float64)
+    return total
+
+
+def clip(gradients: Iterable[Tensor | None], squares: Tensor, most: float) -> None:
+    """Scale in place by min(1, most / (norm + 1e-6)), the norm's square being given, as
+    torch.nn.utils.clip_grad_norm_ does."""
+    factor = (most / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.mul_(factor.to(gradient.dtype))
+
+
 def _check(spec: OptimizerSpec) -> None:
+    if spec.clip is not None and not (math.isfinite(spec.clip) and spec.clip > 0):
+        raise ValueError(f"optimizer clip is {spec.clip}, but must be finite and above 0")
     if spec.name not in ("sgd", "adamw"):
         raise ValueError(f"optimizer {spec.name!r} is unknown: use sgd or adamw")
     for name, value in (("lr", spec.lr), ("weight_decay", spec.weight_decay)):

@@ -22,6 +22,7 @@ from runtimes.execution.precision import autocast, dtype_of, synchronize
 from runtimes.job import Job, Task
 from runtimes.model.stack import LayerStack
 from runtimes.plan import split
+from runtimes.systems import schedule_of
 
 __all__ = ["Rehearsal", "Slice", "rehearsals"]
 
@@ -41,7 +42,9 @@ class Rehearsal:
         index, replica = task.plan.place(rank)
         stage = task.plan.stages[index]
         unit = split(job.batch_size, task.plan.micro_batches)[-1]
-        low, high = split(unit[1] - unit[0], stage.replicas)[replica]
+        low, high = unit
+        if not schedule_of(task.system, task.options).rounds:
+            low, high = split(high - low, stage.replicas)[replica]
         self._units, self._recompute = task.plan.micro_batches, stage.recompute
         self._precision, self._smoothing = job.precision, job.label_smoothing
         self._device = device = torch.device(job.device)
@@ -97,9 +100,10 @@ class Rehearsal:
 
 
 def rehearsals(job: Job, stack: LayerStack, feed: Feed, rank: int) -> Sequence[Rehearsal]:
-    """One for each task; tasks of the same plan share it."""
+    """One for each task; tasks whose replicas compute the same share it."""
     known: dict[object, Rehearsal] = {}
-    for task in job.tasks:
-        if task.plan not in known:
-            known[task.plan] = Rehearsal(job, task, stack, feed, rank)
-    return [known[task.plan] for task in job.tasks]
+    keys = [(task.plan, schedule_of(task.system, task.options).rounds) for task in job.tasks]
+    for task, key in zip(job.tasks, keys, strict=True):
+        if key not in known:
+            known[key] = Rehearsal(job, task, stack, feed, rank)
+    return [known[key] for key in keys]

@@ -20,8 +20,8 @@ class Endpoint(Protocol):
         """A program is about to run."""
 
     def ready(self, action: Action) -> bool:
-        """Whether a receive, or a step that waits for reductions, can be performed now.  A
-        transport that blocks instead answers True."""
+        """Whether a receive, or a norm or step that waits for reductions, can be performed now.
+        A transport that blocks instead answers True."""
 
     def send(self, action: Action, tensor: Tensor) -> None:
         """Hand over; never waits for the receiver.  The tensor must not be changed any more."""
@@ -35,6 +35,12 @@ class Endpoint(Protocol):
 
     def finish_reduce(self, action: Action) -> None:
         """Return when all reductions of a step's update are done."""
+
+    def norm(self, action: Action, squares: Tensor) -> None:
+        """Start to sum () ``squares`` over all ranks of the pipeline."""
+
+    def finish_norm(self, action: Action) -> Tensor:
+        """The sum of an update's squares, when all ranks have given theirs."""
 
     def close(self) -> None:
         """The program has run: nothing of it is under way any more."""

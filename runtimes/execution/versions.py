@@ -21,8 +21,9 @@ __all__ = ["WeightVersions"]
 class WeightVersions:
     """The versions of one stage copy, and its optimizer, which always holds the latest.
 
-    Versions are numbered in updates since the last drain.  ``retain`` is how many versions before
-    the latest a later forward may still ask for (0 where forwards always use the latest).
+    Versions are numbered from the oldest there is after the last drain.  ``retain`` is how many
+    versions before the latest a later forward may still ask for (0 where forwards always use the
+    latest).
     """
 
     def __init__(
@@ -57,17 +58,22 @@ class WeightVersions:
     def release(self, version: int) -> None:
         """A unit that acquired the version has done its backward."""
         self._users[version] -= 1
-        self._retire()
+        self._retire(self.latest - self._retain)
 
-    def step(self, gradients_of: int) -> None:
-        """Make version ``latest + 1`` = optimizer(latest, gradients accumulated in a version)."""
-        old = self.current
-        source = self._sets[gradients_of]
-        grads = {name: parameter.grad for name, parameter in source.items()}
+    def take(self, version: int) -> dict[str, Tensor | None]:
+        """The gradients accumulated in a version, by name; it has none any more."""
+        source = self._sets[version]
+        gradients = {name: parameter.grad for name, parameter in source.items()}
         for parameter in source.values():
             parameter.grad = None
-        # A stashed set whose last gradients these were is free now, and may hold the new version.
-        self._retire()
+        self._retire(self.latest - self._retain)
+        return gradients
+
+    def step(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Make version ``latest + 1`` = optimizer(latest, gradients)."""
+        old = self.current
+        # With one version more, one that was retained may be free to hold it.
+        self._retire(min(self.latest, self.latest + 1 - self._retain))
         if self._users[self.latest] or self._retain:
             new = self._copy(old)
             self._move_optimizer(old, new)
@@ -75,7 +81,7 @@ class WeightVersions:
             new = self._sets.pop(self.latest)
             del self._users[self.latest]
         for name, parameter in new.items():
-            parameter.grad = grads[name]
+            parameter.grad = gradients[name]
         self.optimizer.step()
         for parameter in new.values():
             parameter.grad = None
@@ -83,20 +89,32 @@ class WeightVersions:
         self._sets[self.latest] = new
         self._users[self.latest] = 0
         self.most_live = max(self.most_live, len(self._sets))
-        self._retire()
 
-    def drained(self) -> None:
-        """A new segment begins: the latest version becomes version 0."""
+    def drained(self, carried: int = 0) -> None:
+        """A new segment begins: the latest version becomes version ``carried``, those before it
+        that are carried over 0, 1, …"""
         assert not any(self._users.values()), f"units still in flight: {self._users}"
-        current = self._sets.pop(self.latest)
-        self._free.extend(self._sets.values())
-        self._sets, self._users, self.latest = {0: current}, {0: 0}, 0
+        first = self.latest - carried
+        self._free.extend(self._sets.pop(version) for version in [*self._sets] if version < first)
+        self._sets = {version - first: weights for version, weights in self._sets.items()}
+        self._users, self.latest = dict.fromkeys(self._sets, 0), carried
 
     def load(
-        self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Mapping[str, Any]]
+        self,
+        weights: Mapping[str, Tensor],
+        optimizer: Mapping[str, Mapping[str, Any]],
+        stash: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Take over weights and optimizer state by parameter name (whatever plan wrote them)."""
+        """Take over weights and optimizer state by parameter name (whatever plan wrote them);
+        ``stash``: those of the version before, which then is version 0."""
+        self.drained()
         with torch.no_grad():
+            if stash:
+                old = {
+                    name: Parameter(stash[name].to(latest, copy=True))
+                    for name, latest in self.current.items()
+                }
+                self._sets, self._users, self.latest = {0: old, 1: self.current}, {0: 0, 1: 0}, 1
             for name, parameter in self.current.items():
                 parameter.copy_(weights[name])
                 state = self.optimizer.state[parameter]
@@ -115,6 +133,10 @@ class WeightVersions:
             if parameter in self.optimizer.state
         }
 
+    def stash(self) -> dict[str, Tensor]:
+        """The weights of the version before the latest, which a checkpoint of 2BW needs."""
+        return {name: p.detach() for name, p in self._sets[self.latest - 1].items()}
+
     def _copy(self, old: dict[str, Parameter]) -> dict[str, Parameter]:
         if not self._free:
             return {name: Parameter(p.detach().clone()) for name, p in old.items()}
@@ -130,8 +152,7 @@ class WeightVersions:
         for group in self.optimizer.param_groups:
             group["params"] = list(new.values())
 
-    def _retire(self) -> None:
-        oldest_kept = self.latest - self._retain
+    def _retire(self, oldest_kept: int) -> None:
         for version in [v for v, users in self._users.items() if v < oldest_kept and not users]:
             # Gradients that were not stepped yet live in the set they were computed with.
             if all(parameter.grad is None for parameter in self._sets[version].values()):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from runtimes.execution.criterion import cross_entropy_sum
 from runtimes.execution.engine import Accuracy, Feed
-from runtimes.execution.optimizer import build_optimizer, learning_rate
+from runtimes.execution.optimizer import build_optimizer, clip, learning_rate, squared_norm
 from runtimes.execution.precision import autocast, dtype_of, synchronize
 from runtimes.execution.trace import Trace
 from runtimes.execution.transport import Endpoint
@@ -24,6 +24,7 @@ from runtimes.job import Job, Task
 from runtimes.model.stack import LayerStack
 from runtimes.schedule.action import RECEIVES, Action, Op
 from runtimes.schedule.program import Program
+from runtimes.system import System
 
 __all__ = ["Worker"]
 
@@ -71,12 +72,14 @@ class Worker:
         feed: Feed,
         rank: int,
         endpoint: Endpoint,
+        system: System,
         *,
         before: Callable[[Action], None] | None = None,
         keep_gradients: bool = False,
     ):
         self.job, self.plan, self.rank = job, task.plan, rank
         self.feed, self.endpoint, self.before = feed, endpoint, before
+        self.system = system
         self.stage_index, self.replica = task.plan.place(rank)
         self.stage = task.plan.stages[self.stage_index]
         self.device, self.dtype = torch.device(job.device), dtype_of(job.precision)
@@ -95,7 +98,11 @@ class Worker:
         self.versions = WeightVersions(
             {name: w for name, w in weights.items() if name in trained},
             partial(build_optimizer, spec=job.optimizer),
+            retain=system.retained(self.plan, self.stage_index),
         )
+        #: Version on which an update's gradients were made, and those taken before their step.
+        self._made_on: dict[int, int] = {}
+        self._taken: dict[int, dict[str, Tensor | None]] = {}
         self._bound: dict[str, torch.nn.Parameter] | None = None
         self.is_first = self.stage_index == 0
         self.is_last = self.stage_index == len(self.plan.stages) - 1
@@ -119,6 +126,7 @@ class Worker:
             Op.RECV_ACT: self._receive,
             Op.RECV_GRAD: self._receive,
             Op.REDUCE: self._reduce,
+            Op.NORM: self._norm,
             Op.STEP: self._step,
         }
 
@@ -137,7 +145,7 @@ class Worker:
         self.active_feed = feed or self.feed
         self.module.train(program.training)
         if program.training:
-            self.versions.drained()
+            self.versions.drained(program.carried)
         self.losses, self.evaluated, self.peak_in_flight = {}, 0, 0
         self.correct.zero_()
         self.loss_sum.zero_()
@@ -173,7 +181,7 @@ class Worker:
     def _ready(self, action: Action) -> bool:
         if any(edge not in self._done for edge in self.program.after.get(action, ())):
             return False
-        if action.op in RECEIVES or action.op == Op.STEP:
+        if action.op in RECEIVES or action.op in (Op.NORM, Op.STEP):
             return self.endpoint.ready(action)
         return True
 
@@ -191,18 +199,18 @@ class Worker:
     def _flight(self, action: Action) -> _Flight:
         flight = self._flights.get((action.pipeline, action.unit))
         if flight is None:
-            update = self.program.batches.update(action.unit)
+            batch_index = self.program.batches.batch(action.unit)
             low, _ = self.program.batches.samples(action.pipeline, action.unit)
             first, last = self.program.share(
                 action.pipeline, self.stage_index, self.replica, action.unit
             )
-            step = self.first_step + update
+            step = self.first_step + batch_index
             if self.program.training:
                 batch = self.active_feed.indices(step)
-                assert len(batch) == self.program.batches.sizes[update]
+                assert len(batch) == self.program.batches.sizes[batch_index]
                 samples = batch[low + first : low + last]
             else:
-                begin = update * self.program.batches.sizes[0] + low
+                begin = batch_index * self.program.batches.sizes[0] + low
                 samples = np.arange(begin + first, begin + last)
             flight = self._flights[action.pipeline, action.unit] = _Flight({}, step, samples)
         return flight
@@ -235,7 +243,7 @@ class Worker:
 
     def _forward(self, action: Action) -> None:
         flight = self._flight(action)
-        x = self._take(flight, Op.RECV_ACT)
+        x = self._received(flight, Op.RECV_ACT)
         if x is None:
             x = self.active_feed.images(flight.samples, flight.step)
         if not self.program.training:
@@ -290,7 +298,7 @@ class Worker:
     def _backward(self, action: Action) -> None:
         flight = self._flights[action.pipeline, action.unit]
         if action.part in (None, 0) and not self.is_last:
-            flight.gradient = self._take(flight, Op.RECV_GRAD)
+            flight.gradient = self._received(flight, Op.RECV_GRAD)
         count = len(flight.pieces) if action.part is None else 1
         for _ in range(count):
             x, out = flight.pieces.pop()
@@ -300,6 +308,7 @@ class Worker:
             flight.gradient = x.grad
         if not flight.pieces:
             assert action.version is not None
+            self._made_on[self.program.update(self.stage_index, action.unit)] = action.version
             self.versions.release(action.version)
             flight.parameters = {}
             if self.is_first:
@@ -315,7 +324,7 @@ class Worker:
         tensor = self.endpoint.receive(action, (count, *self.shapes[boundary]))
         flight.received[action.op][action.interval[0]] = tensor
 
-    def _take(self, flight: _Flight, op: Op) -> Tensor | None:
+    def _received(self, flight: _Flight, op: Op) -> Tensor | None:
         """What was received for a unit, in the order of its samples: a piece may come early."""
         pieces = flight.received.pop(op, {})
         if not pieces:
@@ -351,12 +360,16 @@ class Worker:
 
     # -- updates ---------------------------------------------------------------------------
 
+    def _source(self, update: int) -> int:
+        """The version whose parameters hold the update's gradients.  A replica without a sample
+        has made none, and lets them be zeros of the latest."""
+        return self._made_on.get(update, self.versions.latest)
+
     def _reduce(self, action: Action) -> None:
         """Gradients of a part (or, blocking, of all), zeros where this replica had no sample."""
         stages = self.parts[::-1]
         chosen = stages if action.part is None else [stages[action.part]]
-        assert action.version is not None
-        parameters = self.versions[action.version]
+        parameters = self.versions[self._source(action.unit)]
         grads = []
         for name in [name for part in chosen for name in part.names.values()]:
             if name in self.constants:
@@ -367,33 +380,70 @@ class Worker:
             grads.append(parameter.grad)
         self.endpoint.reduce(action, grads[::-1])
 
-    def _step(self, action: Action) -> int:
-        """Returns the nanoseconds spent waiting for reductions."""
+    def _take(self, action: Action) -> int:
+        """Take the update's gradients, reduced; returns the nanoseconds spent waiting for that."""
         begin = perf_counter_ns()
         if self.stage.replicas > 1:
             self.endpoint.finish_reduce(action)
         waited = perf_counter_ns() - begin
+        gradients = self.versions.take(self._source(action.unit))
+        self._made_on.pop(action.unit, None)
+        # Units of a round are batches of their own, whose gradients are averaged.
+        units = self.program.units(action.pipeline, self.stage_index, action.unit)
+        if self.program.batches.rounds and len(units) > 1:
+            torch._foreach_div_([g for g in gradients.values() if g is not None], len(units))
+        self._taken[action.unit] = gradients
+        return waited
+
+    def _norm(self, action: Action) -> int:
+        waited = self._take(action)
+        # Replicas hold the same gradients: the first speaks for all.
+        squares = squared_norm(self._taken[action.unit].values(), self.device)
+        self.endpoint.norm(action, squares if self.replica == 0 else torch.zeros_like(squares))
+        return waited
+
+    def _step(self, action: Action) -> int:
+        """Returns the nanoseconds spent waiting for reductions."""
         assert action.version is not None
-        gradients_of = action.version - 1
+        squares, waited = None, 0
+        if action.unit in self._taken:
+            begin = perf_counter_ns()
+            squares = self.endpoint.finish_norm(action)
+            waited = perf_counter_ns() - begin
+        else:
+            waited = self._take(action)
+        gradients = self._taken.pop(action.unit)
+        optimizer = self.job.optimizer
+        if optimizer.clip is not None:
+            if squares is None:
+                assert optimizer.clip_by == "stage", "a step that clips globally needs its NORM"
+                squares = squared_norm(gradients.values(), self.device)
+            clip(gradients.values(), squares, optimizer.clip)
         if self.keep_gradients:
             self.last_gradients = {
-                name: parameter.grad.clone()
-                for name, parameter in self.versions[gradients_of].items()
-                if parameter.grad is not None
+                name: gradient.clone()
+                for name, gradient in gradients.items()
+                if gradient is not None
             }
+        first_batch = self.program.units(action.pipeline, self.stage_index, action.unit)[0]
         rate = learning_rate(
-            self.job.optimizer,
+            optimizer,
             self.job.learning_rate,
-            self.first_step + action.unit,
+            self.first_step + self.program.batches.batch(first_batch),
             self._steps_per_epoch,
             self.job.epochs,
         )
         for group in self.versions.optimizer.param_groups:
-            group["lr"] = rate
-        self.versions.step(gradients_of)
+            group["lr"] = rate * self.system.rate_factor(self.plan, self.stage_index)
+        self.versions.step(gradients)
         return waited
 
     # -- results ---------------------------------------------------------------------------
+
+    @property
+    def carried(self) -> int:
+        """Versions before the latest that the next segment begins with; the same on all ranks."""
+        return min(self.system.carries, self.versions.latest)
 
     def accuracy(self) -> Accuracy:
         """Of the evaluation just run, this rank's share."""
@@ -405,15 +455,17 @@ class Worker:
     def state(self) -> dict[str, Any]:
         """Weights and optimizer state of this stage: replica 0 speaks for all."""
         if self.replica:
-            return {"weights": {}, "optimizer": {}}
+            return {"weights": {}, "optimizer": {}, "stash": {}}
         weights = {name: p.detach() for name, p in self.versions.current.items()}
         return {
             "weights": weights | self.constants,
             "optimizer": self.versions.optimizer_state(),
+            "stash": self.versions.stash() if self.carried else {},
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take what this stage needs of a merged state, whatever plan wrote it."""
-        self.versions.load(state["weights"], state["optimizer"])
+        stash = state.get("stash") if self.system.carries else None
+        self.versions.load(state["weights"], state["optimizer"], stash)
         for name, constant in self.constants.items():
             constant.copy_(state["weights"][name])

@@ -3,7 +3,15 @@
 from runtimes.schedule.action import Action, Op, parse
 from runtimes.schedule.batches import Batches
 from runtimes.schedule.lowering import lower
-from runtimes.schedule.orders import Compute, Order, flush, forward_only, warm_up
+from runtimes.schedule.orders import (
+    Compute,
+    Order,
+    double_buffered,
+    flush,
+    forward_only,
+    one_step_a_unit,
+    warm_up,
+)
 from runtimes.schedule.program import Program, Stream
 from runtimes.schedule.rendering import grid
 from runtimes.schedule.rules import Declared, ScheduleError
@@ -19,10 +27,12 @@ __all__ = [
     "Program",
     "ScheduleError",
     "Stream",
+    "double_buffered",
     "flush",
     "forward_only",
     "grid",
     "lower",
+    "one_step_a_unit",
     "parse",
     "validate",
     "warm_up",

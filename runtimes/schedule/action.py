@@ -11,10 +11,12 @@ __all__ = ["COMPUTE", "RECEIVES", "SENDS", "Action", "Op", "parse"]
 
 class Op(StrEnum):
     """What an action does.  ``unit`` is a unit for computation and messages, an update's index
-    for REDUCE and STEP.
+    for REDUCE, NORM and STEP.
 
     R recomputes a forward whose activations were not kept.  It is an action of its own, so that
     it can be placed before the wait for the gradient, and so that the simulator sees it.
+    NORM closes an update's gradients and starts to sum their squares over all stages, for
+    clipping by the global norm; the update's STEP waits for the sum.
     """
 
     F = "F"
@@ -25,6 +27,7 @@ class Op(StrEnum):
     SEND_GRAD = "SEND_GRAD"
     RECV_GRAD = "RECV_GRAD"
     REDUCE = "REDUCE"
+    NORM = "NORM"
     STEP = "STEP"
 
 
@@ -39,7 +42,8 @@ class Action(NamedTuple):
     ``part``      of a B: the part of the backward, None for all of it; of a REDUCE: the part whose
                   gradients are reduced without being awaited, None for a blocking reduction of
                   the whole stage.
-    ``version``   weight version, in updates since the last drain; of a STEP: the one it produces.
+    ``version``   weight version, counted from the oldest there is after the last drain (see
+                  ``Program.carried``); of a STEP: the one it produces.
     ``peer``      replica of the neighbouring stage a message goes to or comes from.
     ``interval``  samples of the unit in a message, half-open, counted within the unit.
     """

@@ -24,8 +24,10 @@ def lower(
     *,
     training: bool = True,
     blocking_reduce: bool = False,
+    rendezvous: bool = False,
+    carried: int = 0,
 ) -> Program:
-    """Insert what the compute orders leave out.
+    """Insert what the compute orders leave out; ``rendezvous`` and ``carried`` as of Program.
 
     - The messages of a channel follow the *sender's* order: a receiver that computes in another
       order takes a message in when its turn comes, so sends and receives can never cross.
@@ -34,10 +36,11 @@ def lower(
       computed; the input's gradient leaves before the last reduction starts.  With
       ``blocking_reduce`` the backward stays whole and one blocking reduction follows it.
     - A stage that recomputes does so (R) before it waits for the gradient.
+    - With ``rendezvous`` a gradient leaves only after the step that follows its backward.
     """
 
     def stream(pipeline: int, stage: int, replica: int) -> Stream:
-        lowered = _Lowering(order, plan, batches, training, blocking_reduce)
+        lowered = _Lowering(order, plan, batches, training, blocking_reduce, rendezvous)
         rank = plan.rank(stage, replica)
         return Stream(rank, pipeline, lambda: lowered.actions(pipeline, stage, replica))
 
@@ -51,6 +54,8 @@ def lower(
             for pipeline in range(batches.pipelines)
         ),
         training,
+        rendezvous=rendezvous,
+        carried=carried,
     )
 
 
@@ -74,10 +79,16 @@ class _Inbox:
 
 class _Lowering:
     def __init__(
-        self, order: Order, plan: Plan, batches: Batches, training: bool, blocking_reduce: bool
+        self,
+        order: Order,
+        plan: Plan,
+        batches: Batches,
+        training: bool,
+        blocking_reduce: bool,
+        rendezvous: bool,
     ):
         self.order, self.plan, self.batches = order, plan, batches
-        self.training, self.blocking = training, blocking_reduce
+        self.training, self.blocking, self.rendezvous = training, blocking_reduce, rendezvous
 
     def share(self, pipeline: int, stage: int, replica: int, unit: int) -> tuple[int, int]:
         replicas = self.plan.stages[stage].replicas
@@ -150,6 +161,7 @@ class _Lowering:
         recompute = self.plan.stages[stage].recompute and self.training
         steps = self.computed(pipeline, stage, replica)
         step = next(steps, None)
+        held: list[Action] = []
         while step is not None:
             following = next(steps, None)
             if step.op == Op.F:
@@ -161,7 +173,10 @@ class _Lowering:
                     yield Action(*place, Op.R, step.unit, None, step.version)
                 yield from self.receives(Op.RECV_GRAD, place, stage + 1, gradients, step)
                 if following is not None and following.op == Op.REDUCE:
-                    yield from self.last_backward(place, step, following)
+                    sends = list(self.messages(Op.SEND_GRAD, place, stage - 1, step))
+                    if self.rendezvous:
+                        held, sends = sends, []
+                    yield from self.last_backward(place, step, following, sends)
                     following = next(steps, None)
                 else:
                     yield Action(*place, Op.B, step.unit, None, step.version)
@@ -170,14 +185,20 @@ class _Lowering:
                 yield from self.reductions(place, step)
             else:
                 yield Action(*place, step.op, step.unit, None, step.version)
+                if step.op == Op.STEP:
+                    yield from held
+                    held = []
             step = following
 
     def last_backward(
-        self, place: tuple[int, int, int], backward: Compute, reduce: Compute
+        self,
+        place: tuple[int, int, int],
+        backward: Compute,
+        reduce: Compute,
+        sends: Iterable[Action],
     ) -> Iterator[Action]:
         """The backward that completes an update's gradients, with their reduction."""
         stage = self.plan.stages[place[1]]
-        sends = self.messages(Op.SEND_GRAD, place, place[1] - 1, backward)
         if stage.replicas == 1 or self.blocking or not stage.cuts:
             yield Action(*place, Op.B, backward.unit, None, backward.version)
             yield from sends

@@ -11,11 +11,21 @@ from typing import NamedTuple
 from runtimes.schedule.action import Op
 from runtimes.schedule.batches import Batches
 
-__all__ = ["Compute", "Order", "flush", "forward_only", "one_flush", "warm_up"]
+__all__ = [
+    "Compute",
+    "Order",
+    "double_buffered",
+    "flush",
+    "forward_only",
+    "one_forward_one_backward",
+    "one_step_a_unit",
+    "warm_up",
+]
 
 
 class Compute(NamedTuple):
-    """A step of a compute order: F, B, REDUCE or STEP of a unit (or update) on a weight version."""
+    """A step of a compute order: F or B of a unit, REDUCE, NORM or STEP of an update, on a weight
+    version."""
 
     op: Op
     unit: int
@@ -35,29 +45,109 @@ def warm_up(stage: int, stages: int, units: int, *, advance: int = 0) -> int:
     return min(stages - stage + advance, units)
 
 
-def one_flush(units: Sequence[int], forwards: int, version: int) -> Iterator[Compute]:
+def one_forward_one_backward(units: Sequence[int], forwards: int) -> Iterator[tuple[Op, int]]:
     """``forwards`` forwards, then one backward one forward in turn, then the backwards left."""
     for unit in units[:forwards]:
-        yield Compute(Op.F, unit, version)
+        yield Op.F, unit
     for done, unit in enumerate(units):
-        yield Compute(Op.B, unit, version)
+        yield Op.B, unit
         if forwards + done < len(units):
-            yield Compute(Op.F, units[forwards + done], version)
+            yield Op.F, units[forwards + done]
 
 
-def flush(batches: Batches, forwards: Callable[[int, int], int]) -> Order:
+def _close(update: int, version: int, *, norm: bool) -> Iterator[Compute]:
+    """An update's gradients, made on ``version``, are complete."""
+    yield Compute(Op.REDUCE, update, version)
+    if norm:
+        yield Compute(Op.NORM, update, version)
+
+
+def flush(batches: Batches, forwards: Callable[[int, int], int], *, norm: bool = False) -> Order:
     """Every batch drains before its step: version of batch t = t.
 
-    ``forwards(stage, units)`` is K of a batch with that many units.
+    ``forwards(stage, units)`` is K of a batch with that many units; ``norm``: clip by global norm.
     """
 
     def order(pipeline: int, stage: int, replica: int) -> Iterator[Compute]:
-        for update in range(batches.updates):
-            units = batches.units(pipeline, update)
-            if units:
-                yield from one_flush(units, forwards(stage, len(units)), update)
-            yield Compute(Op.REDUCE, update, update)
+        for update in range(len(batches.sizes)):
+            units = batches.units_of_batch(pipeline, update)
+            for op, unit in one_forward_one_backward(units, forwards(stage, len(units))):
+                yield Compute(op, unit, update)
+            yield from _close(update, update, norm=norm)
             yield Compute(Op.STEP, update, update + 1)
+
+    return order
+
+
+def one_step_a_unit(
+    batches: Batches,
+    replicas: Sequence[int],
+    warm_up: Callable[[int], int],
+    version: Callable[[int, int], int],
+) -> Order:
+    """Asynchronous 1F1B: after every backward an update, and the pipeline is never flushed.
+
+    ``warm_up(stage)`` forwards precede the first forward-backward pair; update i of a stage (a unit
+    shared by its replicas, or a round of one unit for each) runs on ``version(stage, i)``.
+    """
+
+    def order(pipeline: int, stage: int, replica: int) -> Iterator[Compute]:
+        copies = replicas[stage]
+        updates = range(batches.updates(copies))
+        for op, update in one_forward_one_backward(updates, warm_up(stage) + 1):
+            used = version(stage, update)
+            unit = update * copies + replica if batches.rounds else update
+            # A round at the end of a segment may have no unit for this replica, which still joins
+            # the reduction.
+            if batches.size(pipeline, unit):
+                yield Compute(op, unit, used)
+            if op == Op.B:
+                yield from _close(update, used, norm=False)
+                yield Compute(Op.STEP, update, update + 1)
+
+    return order
+
+
+def double_buffered(batches: Batches, stages: int, *, carried: int, norm: bool = False) -> Order:
+    """PipeDream-2BW: 1F1B over all micro-batches, those of batch t on version max(0, t − 1).
+
+    ``carried`` is 1 if the segment begins with two versions, then numbered 0 and 1: batch t runs
+    on version t.  A forward waits for the step that makes its version, so where a batch has fewer
+    units than stages backwards go first.  With ``norm`` a step stands just before the first
+    forward that needs its version, so that the sum over all stages has a batch's time to arrive.
+    """
+
+    def units(pipeline: int) -> Iterator[int]:
+        for batch in range(len(batches.sizes)):
+            yield from batches.units_of_batch(pipeline, batch)
+
+    def version(unit: int) -> int:
+        return max(0, batches.batch(unit) - 1 + carried)
+
+    def order(pipeline: int, stage: int, replica: int) -> Iterator[Compute]:
+        forwards, backwards = units(pipeline), units(pipeline)
+        ahead, unit = next(forwards, None), next(backwards, None)
+        in_flight = closed = stepped = 0
+        while unit is not None:
+            if (
+                ahead is not None
+                and in_flight < stages - stage
+                and (version(ahead) <= carried + closed)
+            ):
+                while carried + stepped < version(ahead):
+                    stepped += 1
+                    yield Compute(Op.STEP, stepped - 1, carried + stepped)
+                yield Compute(Op.F, ahead, version(ahead))
+                in_flight, ahead = in_flight + 1, next(forwards, None)
+                continue
+            yield Compute(Op.B, unit, version(unit))
+            in_flight, last, unit = in_flight - 1, unit, next(backwards, None)
+            if unit is None or batches.batch(unit) != batches.batch(last):
+                yield from _close(closed, version(last), norm=norm)
+                closed += 1
+            while stepped < closed and (not norm or unit is None):
+                stepped += 1
+                yield Compute(Op.STEP, stepped - 1, carried + stepped)
 
     return order
 
@@ -66,8 +156,8 @@ def forward_only(batches: Batches) -> Order:
     """Evaluation: every unit forward once, on the latest weights."""
 
     def order(pipeline: int, stage: int, replica: int) -> Iterator[Compute]:
-        for update in range(batches.updates):
-            for unit in batches.units(pipeline, update):
+        for batch in range(len(batches.sizes)):
+            for unit in batches.units_of_batch(pipeline, batch):
                 yield Compute(Op.F, unit, 0)
 
     return order

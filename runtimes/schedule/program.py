@@ -40,6 +40,13 @@ class Program:
 
     ``after`` holds edges that neither a stream's order nor a message gives: an action waits
     until all of ``after[action]`` are done.
+
+    ``carried`` weight versions from before the segment are there beside the latest: they are
+    numbered from 0, so the latest is version ``carried`` at the start.
+
+    ``rendezvous``: a SEND_ACT ends only when its receive is posted, and a receive is posted no
+    earlier than when nothing but recomputation and sends of gradients stands before it.  Without
+    it receives are posted ahead and sends are never awaited.
     """
 
     plan: Plan
@@ -47,6 +54,19 @@ class Program:
     streams: tuple[Stream, ...]
     training: bool = True
     after: Mapping[Action, tuple[Action, ...]] = field(default_factory=dict)
+    rendezvous: bool = False
+    carried: int = 0
+
+    def updates(self, stage: int) -> int:
+        return self.batches.updates(self.plan.stages[stage].replicas)
+
+    def update(self, stage: int, unit: int) -> int:
+        """The update of the stage that takes the unit's gradient."""
+        return self.batches.update(unit, self.plan.stages[stage].replicas)
+
+    def units(self, pipeline: int, stage: int, update: int) -> Sequence[int]:
+        """The units whose gradients an update of the stage takes."""
+        return self.batches.units(pipeline, update, self.plan.stages[stage].replicas)
 
     def of_rank(self, rank: int) -> tuple[Stream, ...]:
         return tuple(stream for stream in self.streams if stream.rank == rank)

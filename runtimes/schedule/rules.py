@@ -11,6 +11,7 @@
  9  units in flight stay within the bound the system declares
 10  each update sees every sample of its batch exactly once before its step
 11  replicas reduce every part of an update, in the same order, between backward and step
+12  a norm is taken by all ranks of an update or by none, between its reductions and its step
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ RULES = {
     9: "units in flight within the declared bound",
     10: "each update sees each sample of its batch exactly once",
     11: "replicas reduce before they step, in the same order",
+    12: "a global norm is every rank's, between reduce and step",
 }
 
 
@@ -48,7 +50,10 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Declared:
-    """What a system promises of its programs, by stage (and update)."""
+    """What a system promises of its programs, by stage (and update).
+
+    ``delay``: updates that a stage makes between reading its weights for a gradient and using it.
+    """
 
     delay: Callable[[int, int], int]
     in_flight: Callable[[int], int]

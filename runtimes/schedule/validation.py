@@ -7,11 +7,10 @@ own rule, so a program that passes here cannot deadlock there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from runtimes.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Op
-from runtimes.schedule.program import Channel, Program, Stream, channel
+from runtimes.schedule.cursor import Cursor, Unit
+from runtimes.schedule.program import Channel, Program, channel
 from runtimes.schedule.rendering import marked_grid
 from runtimes.schedule.rules import Declared, ScheduleError
 
@@ -29,45 +28,13 @@ def validate(
     _DryRun(program, declared, sample_bytes).run()
 
 
-@dataclass
-class _Unit:
-    """A unit in flight at one replica."""
-
-    version: int | None = None
-    forward: bool = False
-    recomputed: bool = False
-    parts: int = 0
-    received: dict[Op, list[tuple[int, int]]] = field(default_factory=dict)
-
-
-@dataclass
-class _Cursor:
-    """One stream's walk, and what its replica has done so far."""
-
-    stream: Stream
-    actions: Iterator[Action]
-    head: Action | None = None
-    position: int = -1
-    units: dict[int, _Unit] = field(default_factory=dict)
-    in_flight: int = 0
-    done: dict[int, set[int]] = field(default_factory=dict)
-    reduced: dict[int, list[int | None]] = field(default_factory=dict)
-    #: Version whose gradients an update takes, by update.
-    versions: dict[int, int | None] = field(default_factory=dict)
-    steps: int = 0
-
-    def advance(self) -> None:
-        self.head = next(self.actions, None)
-        self.position += 1
-
-
 class _DryRun:
     def __init__(
         self, program: Program, declared: Declared | None, sample_bytes: tuple[int, ...]
     ) -> None:
         self.program, self.declared, self.sample_bytes = program, declared, sample_bytes
         self.plan, self.batches = program.plan, program.batches
-        self.cursors = [_Cursor(stream, iter(stream)) for stream in program.streams]
+        self.cursors = [Cursor(stream, iter(stream)) for stream in program.streams]
         self.channels: dict[Channel, deque[Action]] = {}
         # Per (pipeline, stage): the order in which its first replica reduced, and who is where.
         self.collectives: dict[tuple[int, int], list[tuple[int, int | None]]] = {}
@@ -75,7 +42,7 @@ class _DryRun:
         self.finished: set[Action] = set()
         self.awaited = {edge for edges in program.after.values() for edge in edges}
 
-    def fail(self, rule: int, cursor: _Cursor, action: Action, what: str) -> ScheduleError:
+    def fail(self, rule: int, cursor: Cursor, action: Action, what: str) -> ScheduleError:
         grid = marked_grid(self.program, cursor.stream, cursor.position)
         return ScheduleError(rule, cursor.stream.rank, action, what, grid)
 
@@ -93,7 +60,7 @@ class _DryRun:
                     moved = True
         self.nothing_left()
 
-    def take(self, cursor: _Cursor, action: Action) -> bool:
+    def take(self, cursor: Cursor, action: Action) -> bool:
         """Perform the action, or return False if it must wait."""
         self.belongs(cursor, action)
         if any(edge not in self.finished for edge in self.program.after.get(action, ())):
@@ -101,18 +68,20 @@ class _DryRun:
         if action.op in RECEIVES:
             return self.receive(cursor, action)
         if action.op in SENDS:
-            self.send(cursor, action)
-        elif action.op == Op.F:
+            return self.send(cursor, action)
+        if action.op == Op.F:
             self.forward(cursor, action)
         elif action.op in COMPUTE:
             self.backward(cursor, action)
         elif action.op == Op.REDUCE:
             self.reduce(cursor, action)
+        elif action.op == Op.NORM:
+            return self.norm(cursor, action)
         elif action.op == Op.STEP:
             return self.step(cursor, action)
         return True
 
-    def belongs(self, cursor: _Cursor, action: Action) -> None:
+    def belongs(self, cursor: Cursor, action: Action) -> None:
         stages = self.plan.stages
         if (
             action.stage >= len(stages)
@@ -126,8 +95,8 @@ class _DryRun:
             low, high = (0, 0) if size == 0 else self.own(action)
             if low == high:
                 raise self.fail(1, cursor, action, "the unit is empty here")
-        elif action.unit >= self.batches.updates:
-            raise self.fail(1, cursor, action, f"only {self.batches.updates} updates exist")
+        elif action.unit >= (updates := self.program.updates(action.stage)):
+            raise self.fail(1, cursor, action, f"only {updates} updates exist")
 
     def own(self, action: Action) -> tuple[int, int]:
         return self.program.share(action.pipeline, action.stage, action.replica, action.unit)
@@ -140,7 +109,7 @@ class _DryRun:
             return f"{samples} samples"
         return f"{samples * self.sample_bytes[boundary]:,} bytes ({samples} samples)"
 
-    def message(self, cursor: _Cursor, action: Action) -> Channel:
+    def message(self, cursor: Cursor, action: Action) -> Channel:
         ahead = action.op in (Op.SEND_ACT, Op.RECV_GRAD)
         stage = action.stage + (1 if ahead else -1)
         if action.peer is None or action.interval is None:
@@ -156,19 +125,36 @@ class _DryRun:
             )
         return channel(action, self.plan)
 
-    def send(self, cursor: _Cursor, action: Action) -> None:
+    def send(self, cursor: Cursor, action: Action) -> bool:
         key = self.message(cursor, action)
-        unit = cursor.units.get(action.unit, _Unit())
+        unit = cursor.units.get(action.unit, Unit())
         if action.op == Op.SEND_ACT:
             sendable = unit.forward
         else:
-            sendable = action.unit in cursor.done.get(self.batches.update(action.unit), ())
+            update = self.program.update(action.stage, action.unit)
+            sendable = action.unit in cursor.done.get(update, cursor.stepped)
         if not sendable:
             producer = "F" if action.op == Op.SEND_ACT else "B"
             raise self.fail(5, cursor, action, f"sent before the {producer} it carries")
+        waits = self.program.rendezvous and action.op == Op.SEND_ACT
+        if waits and not self.posted(key):
+            return False
         self.channels.setdefault(key, deque()).append(action)
+        return True
 
-    def receive(self, cursor: _Cursor, action: Action) -> bool:
+    def posted(self, key: Channel) -> bool:
+        """Whether the receive of a rendezvous is posted, as Program.rendezvous has it."""
+        for cursor in self.cursors:
+            if (cursor.stream.rank, cursor.stream.pipeline) != (key.receiver, key.pipeline):
+                continue
+            for action in cursor.upcoming():
+                if action.op == Op.RECV_ACT and channel(action, self.plan) == key:
+                    return True
+                if action.op not in (Op.R, Op.SEND_GRAD):
+                    break
+        return False
+
+    def receive(self, cursor: Cursor, action: Action) -> bool:
         key = self.message(cursor, action)
         queue = self.channels.get(key)
         if not queue:
@@ -187,11 +173,11 @@ class _DryRun:
                 f"{self.bytes_of(sent)} ({sent})",
             )
         assert action.interval is not None
-        unit = cursor.units.setdefault(action.unit, _Unit())
+        unit = cursor.units.setdefault(action.unit, Unit())
         unit.received.setdefault(action.op, []).append(action.interval)
         return True
 
-    def needs(self, cursor: _Cursor, action: Action, op: Op, unit: _Unit) -> None:
+    def needs(self, cursor: Cursor, action: Action, op: Op, unit: Unit) -> None:
         neighbour = action.stage - 1 if op == Op.RECV_ACT else action.stage + 1
         if not 0 <= neighbour < len(self.plan.stages):
             return
@@ -212,9 +198,9 @@ class _DryRun:
                 "a receive is missing",
             )
 
-    def forward(self, cursor: _Cursor, action: Action) -> None:
-        unit = cursor.units.setdefault(action.unit, _Unit())
-        update = self.batches.update(action.unit)
+    def forward(self, cursor: Cursor, action: Action) -> None:
+        unit = cursor.units.setdefault(action.unit, Unit())
+        update = self.program.update(action.stage, action.unit)
         if unit.forward or action.unit in cursor.done.get(update, ()):
             raise self.fail(2, cursor, action, "a second forward of this unit")
         self.needs(cursor, action, Op.RECV_ACT, unit)
@@ -222,19 +208,18 @@ class _DryRun:
             unit.forward = True
             cursor.done.setdefault(update, set()).add(action.unit)
             return
-        if action.version is None or not 0 <= action.version <= cursor.steps:
-            raise self.fail(
-                8, cursor, action, f"only versions up to @{cursor.steps} exist at this point"
-            )
+        latest = self.program.carried + cursor.steps
+        if action.version is None or not 0 <= action.version <= latest:
+            raise self.fail(8, cursor, action, f"only versions up to @{latest} exist at this point")
         if self.declared is not None:
             delay = self.declared.delay(action.stage, update)
-            if update - action.version != delay:
+            age = self.program.carried + update - action.version
+            if age != delay:
                 raise self.fail(
                     8,
                     cursor,
                     action,
-                    f"its gradient is {update - action.version} updates old at update {update}, "
-                    f"declared is {delay}",
+                    f"its gradient is {age} updates old at update {update}, declared is {delay}",
                 )
         unit.forward, unit.version = True, action.version
         cursor.in_flight += 1
@@ -245,9 +230,9 @@ class _DryRun:
                     9, cursor, action, f"{cursor.in_flight} units in flight, declared are {bound}"
                 )
 
-    def backward(self, cursor: _Cursor, action: Action) -> None:
+    def backward(self, cursor: Cursor, action: Action) -> None:
         unit = cursor.units.get(action.unit)
-        update = self.batches.update(action.unit)
+        update = self.program.update(action.stage, action.unit)
         if action.unit in cursor.done.get(update, ()):
             raise self.fail(2, cursor, action, "a second backward of this unit")
         if unit is None or not unit.forward:
@@ -275,7 +260,7 @@ class _DryRun:
             cursor.in_flight -= 1
             del cursor.units[action.unit]
 
-    def reduce(self, cursor: _Cursor, action: Action) -> None:
+    def reduce(self, cursor: Cursor, action: Action) -> None:
         stage = self.plan.stages[action.stage]
         parts = cursor.reduced.setdefault(action.unit, [])
         if stage.replicas == 1:
@@ -303,10 +288,10 @@ class _DryRun:
             raise self.fail(11, cursor, action, f"another replica reduces {name} at this place")
         self.joined[(*key, action.replica)] = mine + 1
 
-    def complete(self, cursor: _Cursor, action: Action, part: int | None = None) -> bool:
+    def complete(self, cursor: Cursor, action: Action, part: int | None = None) -> bool:
         """Whether this replica's backwards of the update are done, at least down to ``part``."""
         done = cursor.done.get(action.unit, set())
-        for unit in self.batches.units(action.pipeline, action.unit):
+        for unit in self.program.units(action.pipeline, action.stage, action.unit):
             low, high = self.program.share(action.pipeline, action.stage, action.replica, unit)
             if low == high or unit in done:
                 continue
@@ -315,22 +300,43 @@ class _DryRun:
                 return False
         return True
 
-    def step(self, cursor: _Cursor, action: Action) -> bool:
-        if action.unit != cursor.steps or action.version != cursor.steps + 1:
-            raise self.fail(8, cursor, action, f"update {cursor.steps} is next")
+    def closed(self, cursor: Cursor, action: Action) -> bool:
+        """Whether the update's gradients are there and reduced, or False: other replicas have to
+        join in first."""
         if not self.complete(cursor, action):
             raise self.fail(10, cursor, action, "a sample of the batch has no gradient yet")
         stage = self.plan.stages[action.stage]
-        if stage.replicas > 1:
-            parts = cursor.reduced.get(action.unit, [])
-            if parts != [None] and set(parts) != set(range(len(stage.parts))):
-                raise self.fail(11, cursor, action, "a step before its gradients are reduced")
-            key = (action.pipeline, action.stage)
-            mine = self.joined[(*key, action.replica)]
-            if any(self.joined.get((*key, j), 0) < mine for j in range(stage.replicas)):
+        if stage.replicas == 1 or action.unit in cursor.normed:
+            return True
+        parts = cursor.reduced.get(action.unit, [])
+        if parts != [None] and set(parts) != set(range(len(stage.parts))):
+            raise self.fail(11, cursor, action, f"a {action.op} before its gradients are reduced")
+        key = (action.pipeline, action.stage)
+        mine = self.joined[(*key, action.replica)]
+        return all(self.joined.get((*key, j), 0) >= mine for j in range(stage.replicas))
+
+    def norm(self, cursor: Cursor, action: Action) -> bool:
+        if action.unit in cursor.normed:
+            raise self.fail(12, cursor, action, "a second norm of this update")
+        if not self.closed(cursor, action):
+            return False
+        cursor.normed.add(action.unit)
+        return True
+
+    def step(self, cursor: Cursor, action: Action) -> bool:
+        latest = self.program.carried + cursor.steps
+        if action.unit != cursor.steps or action.version != latest + 1:
+            raise self.fail(8, cursor, action, f"update {cursor.steps} to @{latest + 1} is next")
+        if not self.closed(cursor, action):
+            return False
+        others = [c for c in self.cursors if c.stream.pipeline == cursor.stream.pipeline]
+        if any(action.unit in other.normed for other in others):
+            if action.unit not in cursor.normed:
+                raise self.fail(12, cursor, action, "other ranks take this update's norm")
+            if not all(action.unit in other.normed for other in others):
                 return False
         cursor.steps += 1
-        cursor.done.pop(action.unit, None)
+        cursor.stepped = cursor.done.pop(action.unit, set())
         cursor.reduced.pop(action.unit, None)
         cursor.versions.pop(action.unit, None)
         return True
@@ -346,14 +352,22 @@ class _DryRun:
                     channel(action, self.plan), ()
                 ):
                     raise self.fail(3, cursor, action, "sent, but no receive takes it in")
-            if self.program.training and cursor.steps != self.batches.updates:
-                stage, replica = self.plan.place(cursor.stream.rank)
+            stage, replica = self.plan.place(cursor.stream.rank)
+            if self.program.training and cursor.steps != self.program.updates(stage):
                 missing = Action(cursor.stream.pipeline, stage, replica, Op.STEP, cursor.steps)
                 raise self.fail(10, cursor, missing, "the stream ends without this step")
+        for cursor in self.cursors:
+            others = (c for c in self.cursors if c.stream.pipeline == cursor.stream.pipeline)
+            missing_norms = set().union(*(c.normed for c in others)) - cursor.normed
+            if missing_norms:
+                stage, replica = self.plan.place(cursor.stream.rank)
+                place = (cursor.stream.pipeline, stage, replica)
+                missing = Action(*place, Op.NORM, min(missing_norms))
+                raise self.fail(12, cursor, missing, "other ranks take this update's norm")
         if not self.program.training:
             self.all_evaluated()
 
-    def explain(self, stuck: list[_Cursor]) -> None:
+    def explain(self, stuck: list[Cursor]) -> None:
         """Name the cause of a standstill: a send that never comes, or a circle of waits."""
         for cursor in stuck:
             action = cursor.head
@@ -378,8 +392,8 @@ class _DryRun:
         for cursor in self.cursors:
             stage, replica = self.plan.place(cursor.stream.rank)
             pipeline = cursor.stream.pipeline
-            for update in range(self.batches.updates):
-                for unit in self.batches.units(pipeline, update):
+            for update in range(self.program.updates(stage)):
+                for unit in self.program.units(pipeline, stage, update):
                     low, high = self.program.share(pipeline, stage, replica, unit)
                     if low < high and unit not in cursor.done.get(update, ()):
                         action = Action(pipeline, stage, replica, Op.F, unit)

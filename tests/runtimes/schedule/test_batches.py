@@ -29,8 +29,8 @@ def test_the_papers_example_of_an_uneven_split() -> None:
 def test_units_that_would_be_empty_do_not_exist() -> None:
     batches = Batches((18, 1), micro_batches=8)
     assert [batches.size(0, unit) for unit in range(8)] == [2, 2, 2, 2, 2, 2, 3, 3]
-    assert list(batches.units(0, 0)) == list(range(8))
-    assert list(batches.units(0, 1)) == [15]
+    assert list(batches.units_of_batch(0, 0)) == list(range(8))
+    assert list(batches.units_of_batch(0, 1)) == [15]
     assert batches.samples(0, 15) == (0, 1)
 
 
@@ -47,7 +47,7 @@ def test_pipelines_units_and_replicas_hold_each_sample_once(
     for update, size in enumerate(sizes):
         seen: list[int] = []
         for pipeline in range(pipelines):
-            for unit in batches.units(pipeline, update):
+            for unit in batches.units_of_batch(pipeline, update):
                 low, _ = batches.samples(pipeline, unit)
                 for replica in range(replicas):
                     first, last = batches.share(pipeline, unit, replicas, replica)
