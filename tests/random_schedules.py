@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from runtimes.plan import Plan
 from runtimes.schedule import Batches, Compute, Declared, Op, Order
-from runtimes.system import System
+from runtimes.system import System, UnflushedSystem
 
-__all__ = ["RandomOrder", "random_plan"]
+__all__ = ["RandomOrder", "fitting_plan", "random_plan"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,28 @@ class RandomOrder(System):
 
     def bound(self, plan: Plan, batches: int, unit_s: float, step_s: float) -> float:
         raise NotImplementedError
+
+
+def fitting_plan(system: System, plan: Plan) -> Plan:
+    """As much of the plan as the system can run."""
+    cuts = [cut for stage in plan.stages for cut in stage.cuts]
+    stages, replicas = len(plan.stages), [stage.replicas for stage in plan.stages]
+    micro_batches = plan.micro_batches
+    if system.name == "dp":
+        stages, replicas = 1, [plan.world_size]
+    elif isinstance(system, UnflushedSystem):
+        micro_batches = 1
+    elif system.name == "pipedream_2bw":
+        micro_batches, replicas = max(stages, micro_batches), [max(replicas)] * stages
+    recompute = plan.stages[0].recompute
+    return Plan.even(
+        plan.layers,
+        stages,
+        replicas,
+        micro_batches=micro_batches,
+        recompute=recompute,
+        cuts=cuts,
+    )
 
 
 def random_plan(

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from runtimes.execution.criterion import cross_entropy_sum
 from runtimes.execution.engine import Accuracy, Feed
-from runtimes.execution.optimizer import build_optimizer, clip, learning_rate, squared_norm
+from runtimes.execution.optimizer import build_optimizer
 from runtimes.execution.precision import autocast, dtype_of, synchronize
 from runtimes.execution.trace import Trace
 from runtimes.execution.transport import Endpoint
+from runtimes.execution.updates import StageUpdates
 from runtimes.execution.versions import WeightVersions
 from runtimes.job import Job, Task
 from runtimes.model.stack import LayerStack
@@ -100,9 +101,17 @@ class Worker:
             partial(build_optimizer, spec=job.optimizer),
             retain=system.retained(self.plan, self.stage_index),
         )
-        #: Version on which an update's gradients were made, and those taken before their step.
-        self._made_on: dict[int, int] = {}
-        self._taken: dict[int, dict[str, Tensor | None]] = {}
+        self.updates = StageUpdates(
+            job,
+            self.plan,
+            rank,
+            system,
+            endpoint,
+            self.versions,
+            [[n for n in part.names.values() if n in trained] for part in self.parts[::-1]],
+            len(feed.batch_sizes(0)),
+            keep_gradients=keep_gradients,
+        )
         self._bound: dict[str, torch.nn.Parameter] | None = None
         self.is_first = self.stage_index == 0
         self.is_last = self.stage_index == len(self.plan.stages) - 1
@@ -112,11 +121,8 @@ class Worker:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.evaluated = 0
         self.peak_in_flight = 0
-        self.keep_gradients = keep_gradients
-        self.last_gradients: dict[str, Tensor] = {}
         self._flights: dict[tuple[int, int], _Flight] = {}
         self.shapes = stack.output_shapes(self._sample_shape(), self.dtype)
-        self._steps_per_epoch = len(feed.batch_sizes(0))
         self._perform = {
             Op.F: self._forward,
             Op.R: self._recompute,
@@ -125,9 +131,9 @@ class Worker:
             Op.SEND_GRAD: self._send_gradient,
             Op.RECV_ACT: self._receive,
             Op.RECV_GRAD: self._receive,
-            Op.REDUCE: self._reduce,
-            Op.NORM: self._norm,
-            Op.STEP: self._step,
+            Op.REDUCE: self.updates.reduce,
+            Op.NORM: self.updates.norm,
+            Op.STEP: self.updates.step,
         }
 
     def _sample_shape(self) -> tuple[int, ...]:
@@ -142,6 +148,7 @@ class Worker:
         """
         self.trace.begin()
         self.program, self.first_step = program, first_step
+        self.updates.start(program, first_step)
         self.active_feed = feed or self.feed
         self.module.train(program.training)
         if program.training:
@@ -308,7 +315,7 @@ class Worker:
             flight.gradient = x.grad
         if not flight.pieces:
             assert action.version is not None
-            self._made_on[self.program.update(self.stage_index, action.unit)] = action.version
+            self.updates.made(action.unit, action.version)
             self.versions.release(action.version)
             flight.parameters = {}
             if self.is_first:
@@ -358,92 +365,16 @@ class Worker:
         if last:
             del self._flights[action.pipeline, action.unit]
 
-    # -- updates ---------------------------------------------------------------------------
-
-    def _source(self, update: int) -> int:
-        """The version whose parameters hold the update's gradients.  A replica without a sample
-        has made none, and lets them be zeros of the latest."""
-        return self._made_on.get(update, self.versions.latest)
-
-    def _reduce(self, action: Action) -> None:
-        """Gradients of a part (or, blocking, of all), zeros where this replica had no sample."""
-        stages = self.parts[::-1]
-        chosen = stages if action.part is None else [stages[action.part]]
-        parameters = self.versions[self._source(action.unit)]
-        grads = []
-        for name in [name for part in chosen for name in part.names.values()]:
-            if name in self.constants:
-                continue
-            parameter = parameters[name]
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            grads.append(parameter.grad)
-        self.endpoint.reduce(action, grads[::-1])
-
-    def _take(self, action: Action) -> int:
-        """Take the update's gradients, reduced; returns the nanoseconds spent waiting for that."""
-        begin = perf_counter_ns()
-        if self.stage.replicas > 1:
-            self.endpoint.finish_reduce(action)
-        waited = perf_counter_ns() - begin
-        gradients = self.versions.take(self._source(action.unit))
-        self._made_on.pop(action.unit, None)
-        # Units of a round are batches of their own, whose gradients are averaged.
-        units = self.program.units(action.pipeline, self.stage_index, action.unit)
-        if self.program.batches.rounds and len(units) > 1:
-            torch._foreach_div_([g for g in gradients.values() if g is not None], len(units))
-        self._taken[action.unit] = gradients
-        return waited
-
-    def _norm(self, action: Action) -> int:
-        waited = self._take(action)
-        # Replicas hold the same gradients: the first speaks for all.
-        squares = squared_norm(self._taken[action.unit].values(), self.device)
-        self.endpoint.norm(action, squares if self.replica == 0 else torch.zeros_like(squares))
-        return waited
-
-    def _step(self, action: Action) -> int:
-        """Returns the nanoseconds spent waiting for reductions."""
-        assert action.version is not None
-        squares, waited = None, 0
-        if action.unit in self._taken:
-            begin = perf_counter_ns()
-            squares = self.endpoint.finish_norm(action)
-            waited = perf_counter_ns() - begin
-        else:
-            waited = self._take(action)
-        gradients = self._taken.pop(action.unit)
-        optimizer = self.job.optimizer
-        if optimizer.clip is not None:
-            if squares is None:
-                assert optimizer.clip_by == "stage", "a step that clips globally needs its NORM"
-                squares = squared_norm(gradients.values(), self.device)
-            clip(gradients.values(), squares, optimizer.clip)
-        if self.keep_gradients:
-            self.last_gradients = {
-                name: gradient.clone()
-                for name, gradient in gradients.items()
-                if gradient is not None
-            }
-        first_batch = self.program.units(action.pipeline, self.stage_index, action.unit)[0]
-        rate = learning_rate(
-            optimizer,
-            self.job.learning_rate,
-            self.first_step + self.program.batches.batch(first_batch),
-            self._steps_per_epoch,
-            self.job.epochs,
-        )
-        for group in self.versions.optimizer.param_groups:
-            group["lr"] = rate * self.system.rate_factor(self.plan, self.stage_index)
-        self.versions.step(gradients)
-        return waited
-
     # -- results ---------------------------------------------------------------------------
 
     @property
     def carried(self) -> int:
         """Versions before the latest that the next segment begins with; the same on all ranks."""
         return min(self.system.carries, self.versions.latest)
+
+    @property
+    def last_gradients(self) -> dict[str, Tensor]:
+        return self.updates.last_gradients
 
     def accuracy(self) -> Accuracy:
         """Of the evaluation just run, this rank's share."""

@@ -318,6 +318,8 @@ class _DryRun:
     def norm(self, cursor: Cursor, action: Action) -> bool:
         if action.unit in cursor.normed:
             raise self.fail(12, cursor, action, "a second norm of this update")
+        if action.unit < cursor.steps:
+            raise self.fail(12, cursor, action, "this update's step came before it")
         if not self.closed(cursor, action):
             return False
         cursor.normed.add(action.unit)
@@ -356,16 +358,21 @@ class _DryRun:
             if self.program.training and cursor.steps != self.program.updates(stage):
                 missing = Action(cursor.stream.pipeline, stage, replica, Op.STEP, cursor.steps)
                 raise self.fail(10, cursor, missing, "the stream ends without this step")
-        for cursor in self.cursors:
-            others = (c for c in self.cursors if c.stream.pipeline == cursor.stream.pipeline)
-            missing_norms = set().union(*(c.normed for c in others)) - cursor.normed
-            if missing_norms:
-                stage, replica = self.plan.place(cursor.stream.rank)
-                place = (cursor.stream.pipeline, stage, replica)
-                missing = Action(*place, Op.NORM, min(missing_norms))
-                raise self.fail(12, cursor, missing, "other ranks take this update's norm")
+        self.norms_of_all()
         if not self.program.training:
             self.all_evaluated()
+
+    def norms_of_all(self) -> None:
+        """No rank has stepped an update without the norm that another one takes."""
+        for cursor in self.cursors:
+            others = (c for c in self.cursors if c.stream.pipeline == cursor.stream.pipeline)
+            left_out = set[int]().union(*(c.normed for c in others)) - cursor.normed
+            stepped = [update for update in left_out if update < cursor.steps]
+            if stepped:
+                stage, replica = self.plan.place(cursor.stream.rank)
+                place = (cursor.stream.pipeline, stage, replica)
+                missing = Action(*place, Op.NORM, min(stepped))
+                raise self.fail(12, cursor, missing, "other ranks take this update's norm")
 
     def explain(self, stuck: list[Cursor]) -> None:
         """Name the cause of a standstill: a send that never comes, or a circle of waits."""
@@ -375,6 +382,7 @@ class _DryRun:
             if action.op in RECEIVES and not self.is_sent(action):
                 sender = channel(action, self.plan).sender
                 raise self.fail(3, cursor, action, f"rank {sender} has no send for it")
+        self.norms_of_all()
         waits = "; ".join(f"rank {cursor.stream.rank} at {cursor.head}" for cursor in stuck)
         action = stuck[0].head
         assert action is not None

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtimes.execution import distributed, inprocess, worker
+from runtimes.execution import distributed, inprocess, updates
+from runtimes.execution.updates import StageUpdates
 from runtimes.execution.worker import Worker
 from runtimes.model.keyed import RandomKey
 from runtimes.schedule import Program
@@ -40,18 +41,20 @@ from tests.runtimes.transparency_ranks import Share, train_cases
 Original = Callable[..., Any]
 
 
-def divided_twice(step: Original, self: Worker, action: Action) -> Any:
+def divided_twice(step: Original, self: StageUpdates, action: Action) -> Any:
     """The loss is a sum over the batch's samples already; now ÷ M once more."""
     assert action.version is not None
     with torch.no_grad():
         for parameter in self.versions[action.version - 1].values():
             if parameter.grad is not None:
-                parameter.grad /= self.plan.micro_batches
+                parameter.grad /= self.program.batches.micro_batches
     return step(self, action)
 
 
-def drops_partial_batch(program: Original, self: System, plan: Any, sizes: Sequence[int]) -> Any:
-    return program(self, plan, tuple(size for size in sizes if size == EPOCH[0]))
+def drops_partial_batch(
+    program: Original, self: System, plan: Any, sizes: Sequence[int], **rest: Any
+) -> Any:
+    return program(self, plan, tuple(size for size in sizes if size == EPOCH[0]), **rest)
 
 
 def steps_before_reduced(ready: Original, self: Any, action: Action) -> Any:
@@ -99,14 +102,14 @@ GPIPE = Case("gpipe", 2, 5)
 DP = Case("dp", 1, 1, (3,), cuts=(2,))
 #: Mutant, what it changes, and a case in which it must be noticed.
 MUTANTS: list[tuple[Original, Any, str, Case]] = [
-    (divided_twice, Worker, "_step", GPIPE),
+    (divided_twice, StageUpdates, "step", GPIPE),
     (drops_partial_batch, System, "program", GPIPE),
     (steps_before_reduced, inprocess._End, "ready", DP),
     (labels_of_another_batch, Worker, "_loss", GPIPE),
     (averages_replicas, inprocess.Mailbox, "complete", DP),
     (masks_by_place, RandomKey, "set", GPIPE),
     (masks_of_recomputation, Worker, "_recompute", replace(GPIPE, recompute=True)),
-    (rate_of_next_step, worker, "learning_rate", GPIPE),
+    (rate_of_next_step, updates, "learning_rate", GPIPE),
 ]
 
 

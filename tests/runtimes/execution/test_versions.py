@@ -65,7 +65,7 @@ def test_stashed_versions_equal_a_delayed_gradient_reference(
         version, loss = flights.pop(0)
         loss.backward()
         versions.release(version)
-        versions.step(version)
+        versions.step(versions.take(version))
 
     for k in range(updates):
         weights: dict[str, Tensor] = dict(versions.acquire(versions.latest))
@@ -87,7 +87,7 @@ def test_without_units_in_flight_the_step_is_in_place() -> None:
     before = list(versions.current.values())
     for parameter in before:
         parameter.grad = torch.ones_like(parameter)
-    versions.step(0)
+    versions.step(versions.take(0))
     assert all(a is b for a, b in zip(before, versions.current.values(), strict=True))
     assert versions.most_live == 1
 
@@ -98,7 +98,7 @@ def test_a_unit_in_flight_keeps_its_weights() -> None:
     copy = {name: p.detach().clone() for name, p in held.items()}
     for parameter in held.values():
         parameter.grad = torch.ones_like(parameter)
-    versions.step(0)
+    versions.step(versions.take(0))
     assert all(torch.equal(held[name], copy[name]) for name in held)
     assert not any(torch.equal(versions.current[name], copy[name]) for name in held)
     versions.release(0)
@@ -114,7 +114,7 @@ def test_freed_sets_are_used_again() -> None:
         for parameter in versions.acquire(version).values():
             parameter.grad = torch.ones_like(parameter)
         addresses.add(next(iter(versions.current.values())).data_ptr())
-        versions.step(version)
+        versions.step(versions.take(version))
         versions.release(version)
     assert len(addresses) == 2
 
@@ -124,7 +124,7 @@ def test_retained_versions_stay_for_later_forwards() -> None:
     for update in range(4):
         for parameter in versions[update].values():
             parameter.grad = torch.ones_like(parameter)
-        versions.step(update)
+        versions.step(versions.take(update))
         assert versions[update] is not versions[update + 1]
     assert versions.most_live <= 3
 
@@ -134,7 +134,7 @@ def test_state_moves_to_another_set_of_versions(spec: OptimizerSpec) -> None:
     def one_step(versions: WeightVersions, k: int) -> None:
         weights: dict[str, Tensor] = dict(versions.current)
         functional_call(net, weights, (batch(k),)).square().sum().backward()
-        versions.step(versions.latest)
+        versions.step(versions.take(versions.latest))
 
     net = model()
     one, other = versions_of(net, spec), versions_of(net, spec)

@@ -1,16 +1,19 @@
-"""Compute orders and grids of the flush systems, laid out as in the papers."""
+"""Compute orders and grids of the systems, laid out as in the papers."""
 
 import random
+import re
+from itertools import product
 
 import pytest
 
+from runtimes.pipedream import PipeDream
 from runtimes.plan import Plan
-from runtimes.schedule import Batches, grid, validate, warm_up
+from runtimes.schedule import Batches, Program, grid, validate, warm_up
 from runtimes.schedule.action import COMPUTE, Op
 from runtimes.schedule.rendering import time_slots
-from runtimes.system import evaluation_program
-from runtimes.systems import SYSTEMS, get_system
-from tests.random_schedules import random_plan
+from runtimes.system import System, evaluation_program
+from runtimes.systems import SYSTEMS, get_system, system_options
+from tests.random_schedules import fitting_plan, random_plan
 
 
 def drawn(system: str, stages: int, units: int, **options: object) -> str:
@@ -71,26 +74,112 @@ def test_warm_up_counts() -> None:
     assert [warm_up(s, 4, 8, advance=8) for s in range(4)] == [8, 8, 8, 8]
 
 
+def choices(name: str) -> list[System]:
+    """A system under every combination of its options."""
+    options = system_options(name)
+    combinations = product(*(allowed for _, allowed in options.values()))
+    return [get_system(name, dict(zip(options, values, strict=True))) for values in combinations]
+
+
 @pytest.mark.parametrize("name", sorted(SYSTEMS))
 def test_every_system_passes_the_validator_on_odd_shapes(name: str) -> None:
     dice = random.Random(name)
-    for _ in range(60):
-        plan = random_plan(dice, layers=6)
-        system = SYSTEMS[name]()
-        if name == "dp":
-            ranks = dice.randint(1, 5)
-            plan = Plan.even(6, 1, (ranks,), micro_batches=dice.randint(1, 3), cuts=(2, 4))
-        sizes = tuple(dice.choice((1, 2, 7, 18, 32)) for _ in range(3))
-        program = system.program(plan, sizes)
-        validate(program, system.declared(plan))
-        assert program.with_text(program.text()).text() == program.text()
+    systems = choices(name)
+    for number in range(80):
+        system = systems[number % len(systems)]
+        plan = fitting_plan(system, random_plan(dice, layers=6))
+        if isinstance(system, PipeDream) and system.vertical_sync:
+            plan = Plan.even(6, len(plan.stages))
+        sizes = tuple(dice.choice((1, 2, 7, 18, 32)) for _ in range(dice.randint(1, 9)))
+        carried, norm = dice.randint(0, system.carries), system.global_norm and dice.random() < 0.5
+        program = system.program(plan, sizes, carried=carried, norm=norm)
+        validate(program, system.declared(plan, carried=carried))
+        again = program.with_text(program.text())
+        assert again.text() == program.text()
+        validate(again, system.declared(plan, carried=carried))
+
+
+@pytest.mark.parametrize("order", ["ours", "published"])
+def test_ashpipe_with_four_stages_reads_the_latest_weights_and_steps_after_every_backward(
+    order: str,
+) -> None:
+    """Stage s runs W_s = 3 − s forwards ahead; batch k on version max(0, k − W_s)."""
+    program = get_system("ashpipe", {"order": order}).program(Plan.even(4, 4), (4,) * 6)
+    for stage, expected in enumerate(
+        [
+            "F0@0 F1@0 F2@0 F3@0 B0@0 STEP0@1 F4@1 B1@0 STEP1@2 F5@2 B2@0 STEP2@3 B3@0 STEP3@4 "
+            "B4@1 STEP4@5 B5@2 STEP5@6",
+            "F0@0 F1@0 F2@0 B0@0 STEP0@1 F3@1 B1@0 STEP1@2 F4@2 B2@0 STEP2@3 F5@3 B3@1 STEP3@4 "
+            "B4@2 STEP4@5 B5@3 STEP5@6",
+            "F0@0 F1@0 B0@0 STEP0@1 F2@1 B1@0 STEP1@2 F3@2 B2@1 STEP2@3 F4@3 B3@2 STEP3@4 "
+            "F5@4 B4@3 STEP4@5 B5@4 STEP5@6",
+            "F0@0 B0@0 STEP0@1 F1@1 B1@1 STEP1@2 F2@2 B2@2 STEP2@3 F3@3 B3@3 STEP3@4 "
+            "F4@4 B4@4 STEP4@5 F5@5 B5@5 STEP5@6",
+        ]
+    ):
+        assert computed(program, stage) == expected
+
+
+def test_published_ashpipe_sends_the_gradient_after_its_step() -> None:
+    program = get_system("ashpipe", {"order": "published"}).program(Plan.even(2, 2), (4,) * 2)
+    assert [str(action).split(".")[3] for action in program.streams[1]] == [
+        "RECV_ACT0<r0[0:4]@0", "F0@0", "B0@0", "STEP0@1", "SEND_GRAD0>r0[0:4]@0",
+        "RECV_ACT1<r0[0:4]@1", "F1@1", "B1@1", "STEP1@2", "SEND_GRAD1>r0[0:4]@1",
+    ]  # fmt: skip
+
+
+def test_pipedreams_batches_go_round_a_stages_replicas() -> None:
+    """Stage 0 has two replicas and so half as many updates; w_0 = floor((3 − 1) / 2) = 1."""
+    program = get_system("pipedream").program(Plan.even(2, 2, (2, 1)), (4,) * 5)
+    assert [computed(program, rank) for rank in range(3)] == [
+        "F0@0 F2@0 B0@0 STEP0@1 F4@1 B2@0 STEP1@2 B4@1 STEP2@3",
+        "F1@0 F3@0 B1@0 STEP0@1 B3@0 STEP1@2 STEP2@3",
+        "F0@0 B0@0 STEP0@1 F1@1 B1@1 STEP1@2 F2@2 B2@2 STEP2@3 F3@3 B3@3 STEP3@4 F4@4 B4@4 STEP4@5",
+    ]
+
+
+def test_vertical_sync_runs_a_batch_on_one_version_everywhere() -> None:
+    system = get_system("pipedream", {"vertical_sync": True})
+    program = system.program(Plan.even(3, 3), (4,) * 6)
+    for stage in range(3):
+        versions = re.findall(r"F\d@(\d)", computed(program, stage))
+        assert versions == ["0", "0", "0", "1", "2", "3"]
+
+
+def test_2bw_runs_a_batch_on_the_version_before_the_latest_also_across_a_drain() -> None:
+    system = get_system("pipedream_2bw")
+    plan = Plan.even(2, 2, micro_batches=2)
+    first, later = (system.program(plan, (4,) * 3, carried=carried) for carried in (0, 1))
+    assert computed(first, 0) == (
+        "F0@0 F1@0 B0@0 F2@0 B1@0 STEP0@1 F3@0 B2@0 F4@1 B3@0 STEP1@2 F5@1 B4@1 B5@1 STEP2@3"
+    )
+    assert computed(later, 0) == (
+        "F0@0 F1@0 B0@0 F2@1 B1@0 STEP0@2 F3@1 B2@1 F4@2 B3@1 STEP1@3 F5@2 B4@2 B5@2 STEP2@4"
+    )
+
+
+def test_with_a_norm_a_2bw_step_waits_until_its_version_is_needed() -> None:
+    """So the sum over all stages has a batch's time; NORM takes the gradients before the next
+    batch's first backward."""
+    plan = Plan.even(2, 2, micro_batches=2)
+    program = get_system("pipedream_2bw").program(plan, (4,) * 3, norm=True)
+    assert computed(program, 1) == (
+        "F0@0 B0@0 F1@0 B1@0 NORM0@0 F2@0 B2@0 F3@0 B3@0 NORM1@0 STEP0@1 F4@1 B4@1 F5@1 B5@1 "
+        "NORM2@1 STEP1@2 STEP2@3"
+    )
+
+
+def computed(program: Program, rank: int) -> str:
+    shown = COMPUTE | {Op.NORM, Op.STEP}
+    actions = [action for action in program.streams[rank] if action.op in shown]
+    return " ".join(str(action).split(".")[3] for action in actions)
 
 
 def test_units_in_flight_reach_exactly_the_declared_bound() -> None:
-    for name in ("gpipe", "dapple"):
-        plan = Plan.even(4, 4, micro_batches=8)
+    for name in sorted(SYSTEMS.keys() - {"dp"}):
         system = get_system(name)
-        program = system.program(plan, (8, 8))
+        plan = fitting_plan(system, Plan.even(4, 4, micro_batches=8))
+        program = system.program(plan, (8,) * 6)
         for stage, stream in enumerate(program.streams):
             depth = peak = 0
             for action in stream:

@@ -103,7 +103,7 @@ CASES = {
     ),
     "an empty unit": (
         GPIPE, 0, doubled("p0.s0.r0.STEP1@2"),
-        8, 0, "p0.s0.r0.STEP1@2", "update 2 is next",
+        8, 0, "p0.s0.r0.STEP1@2", "update 2 to @3 is next",
     ),
     "another stage's action": (
         GPIPE, 0, changed("p0.s0.r0.F1@0", "p0.s1.r0.F1@0"),
@@ -179,7 +179,7 @@ REPLICATED = Plan.even(4, 2, (2, 2), micro_batches=2, cuts=(1, 3))
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (without("p0.s0.r1.REDUCE0/1@0"), "a step before its gradients are reduced"),
+        (without("p0.s0.r1.REDUCE0/1@0"), "a STEP before its gradients are reduced"),
         (swapped("p0.s0.r1.REDUCE0/1@0", "p0.s0.r1.STEP0@1"), "before its gradients are reduced"),
         (doubled("p0.s0.r1.REDUCE0/1@0"), "reduced twice"),
         (swapped("p0.s0.r1.REDUCE0/1@0", "p0.s0.r1.B1/1@0"), "reduced before its backward"),
@@ -251,3 +251,64 @@ def test_a_message_that_repeats_samples_does_not_stand_for_those_left_out() -> N
     with pytest.raises(ScheduleError, match="RECV_ACT of sample 0 came twice") as caught:
         validate(program.replaced(0, halves[0]).replaced(1, halves[1]))
     assert (caught.value.rule, str(caught.value.action)) == (5, "p0.s1.r0.F0@0")
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (without("p0.s1.r0.NORM0@0"), "other ranks take this update's norm"),
+        (doubled("p0.s1.r0.NORM0@0"), "a second norm"),
+        (swapped("p0.s1.r0.NORM1@1", "p0.s1.r0.STEP1@2"), "step came before it"),
+        (swapped("p0.s1.r0.NORM0@0", "p0.s1.r0.B2@0"), "no gradient yet"),
+    ],
+)
+def test_norms_are_checked(edit: Edit, words: str) -> None:
+    program = DAPPLE.program(PLAN, (3, 3), norm=True)
+    validate(program, DAPPLE.declared(PLAN))
+    with pytest.raises(ScheduleError, match=words) as caught:
+        validate(edited(program, 1, edit))
+    assert caught.value.rank == 1
+
+
+ASHPIPE = get_system("ashpipe")
+THREE = Plan.even(6, 3, (2, 3, 1))
+
+
+@pytest.mark.parametrize(
+    ("rank", "edit", "rule", "words"),
+    [
+        (0, changed("p0.s0.r0.B1@0", "p0.s0.r0.B1@1"), 7, "its forward used version @0"),
+        (0, swapped("p0.s0.r0.STEP0@1", "p0.s0.r0.F3@1"), 8, "only versions up to @0 exist"),
+        (0, changed("p0.s0.r0.F3@1", "p0.s0.r0.F3@0"), 8, "3 updates old at update 3"),
+        (0, swapped("p0.s0.r0.F3@1", "p0.s0.r0.B0@0"), 8, "only versions up to @0 exist"),
+        (5, without("p0.s2.r0.STEP1@2"), 8, "only versions up to @1"),
+    ],
+)
+def test_programs_without_a_flush_are_checked(rank: int, edit: Edit, rule: int, words: str) -> None:
+    program = ASHPIPE.program(THREE, (9,) * 5)
+    validate(program, ASHPIPE.declared(THREE))
+    with pytest.raises(ScheduleError, match=words) as caught:
+        validate(edited(program, rank, edit), ASHPIPE.declared(THREE))
+    assert (caught.value.rule, caught.value.rank) == (rule, rank)
+
+
+def test_a_rendezvous_that_its_receiver_never_comes_to_is_a_deadlock() -> None:
+    """Stage 1 wants to send its gradient only after the activation that stage 0 sends next: with
+    sends that are not awaited this is legal, with a rendezvous stage 0 has to be met first."""
+    plan = Plan.even(4, 2)
+    program = get_system("ashpipe", {"order": "published"}).program(plan, (4, 4, 4))
+    validate(program)
+    late = edited(
+        program, 1, swapped("p0.s1.r0.RECV_ACT1<r0[0:4]@1", "p0.s1.r0.SEND_GRAD0>r0[0:4]@0")
+    )
+    validate(late)
+    actions = list(program.of_rank(0)[0])
+    texts = [str(action) for action in actions]
+    # Stage 0 takes the gradient of unit 0 in before it sends unit 1, which stage 1 awaits first.
+    moved = actions.pop(texts.index("p0.s0.r0.RECV_GRAD0<r0[0:4]@0"))
+    actions.insert(texts.index("p0.s0.r0.SEND_ACT1>r0[0:4]@0"), moved)
+    validate(replace(program.replaced(0, actions), rendezvous=False))
+    blocked = late.replaced(0, actions)
+    with pytest.raises(ScheduleError, match="deadlock") as caught:
+        validate(blocked)
+    assert caught.value.rule == 6
