@@ -8,7 +8,7 @@ It shares no code with what it is to judge: torch, timm and numpy only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +19,18 @@ from torch import Tensor, nn
 
 from tests.oracles.keyed_masks import Keys, replace_random_layers
 
-__all__ = ["Batch", "History", "Recipe", "Update", "evaluate", "train", "vision_transformer"]
+__all__ = [
+    "Batch",
+    "History",
+    "Recipe",
+    "State",
+    "Update",
+    "Weights",
+    "evaluate",
+    "starting",
+    "train",
+    "vision_transformer",
+]
 
 Weights = Mapping[str, Tensor]
 
@@ -45,27 +56,60 @@ class Recipe:
     eps: float = 1e-8
     label_smoothing: float = 0.0
     seed: int = 0
+    #: The largest gradient norm, over the whole model or over each stage for itself.
+    clip: float | None = None
+    clip_by: Literal["global", "stage"] = "global"
+
+
+@dataclass(frozen=True)
+class State:
+    """What training goes on from: any reference takes what another one left behind.
+
+    ``optimizer``: parameter name → state name → value; ``step`` counts the updates (units, in the
+    asynchronous systems) so far; ``kept`` is the version before ``weights``, where one lives on.
+    """
+
+    weights: Weights
+    optimizer: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    step: int = 0
+    kept: Weights | None = None
 
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer step: the batch's loss and gradients before it, the weights after it."""
+    """One batch: its loss, the gradients that were applied after it, the weights after that.
+
+    Gradients are clipped already.  Where some stages wait for the rest of a round, ``gradients``
+    holds those of the others.  ``versions``: of the weights, by stage, that computed the batch;
+    0 is the oldest there was when the segment began.
+    """
 
     loss: float
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+    versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class History:
-    """``optimizer``: parameter name → state name → value, after the last update."""
+    """``ends``: the state at the end of each segment."""
 
     updates: tuple[Update, ...]
-    optimizer: dict[str, dict[str, Any]]
+    ends: tuple[State, ...]
 
     @property
     def losses(self) -> list[float]:
         return [update.loss for update in self.updates]
+
+    @property
+    def optimizer(self) -> Mapping[str, Mapping[str, Any]]:
+        """Parameter name → state name → value, after the last update."""
+        return self.ends[-1].optimizer
+
+
+def starting(start: Weights | State) -> State:
+    """Weights alone are a training run that has not begun."""
+    return start if isinstance(start, State) else State(start)
 
 
 def vision_transformer(**arguments: Any) -> VisionTransformer:
@@ -107,22 +151,26 @@ def _updates(
     batches: Sequence[Batch],
     rates: Sequence[float],
     dtype: torch.dtype,
+    first: int,
 ) -> Iterator[Update]:
     keys = Keys(recipe.seed)
     replace_random_layers(model, keys)
     model.train()
-    for step, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
+    for step, (batch, rate) in enumerate(zip(batches, rates, strict=True), start=first):
         keys.step, keys.samples = step, [int(index) for index in batch.indices]
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.zero_grad(set_to_none=True)
-        logits = model(torch.from_numpy(batch.images).to(dtype))
+        # A copy, for models whose first layer works in place.
+        logits = model(torch.from_numpy(batch.images).to(dtype).clone())
         labels = torch.from_numpy(batch.labels)
         summed = F.cross_entropy(
             logits, labels, reduction="sum", label_smoothing=recipe.label_smoothing
         )
         loss = summed / len(batch.labels)
         loss.backward()
+        if recipe.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), recipe.clip, foreach=False)
         gradients = {}
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
@@ -134,27 +182,32 @@ def _updates(
 
 def train(
     build: Callable[[], nn.Module],
-    weights: Weights,
+    start: Weights | State,
     recipe: Recipe,
     batches: Sequence[Batch],
     rates: Sequence[float],
     dtype: torch.dtype = torch.float64,
 ) -> History:
-    """Train the model that ``build`` makes from ``weights``, one update a batch.
+    """Train the model that ``build`` makes from ``start``, one update a batch.
 
-    ``rates``: the learning rate of each update; the updates count from 0, which keys the masks.
+    ``rates``: the learning rate of each of these updates; their number in the run keys the masks.
     """
-    model = _prepare(build, weights, dtype)
+    if recipe.clip is not None and recipe.clip_by != "global":
+        raise ValueError("the whole model has one gradient norm: clip_by must be 'global'")
+    state = starting(start)
+    model = _prepare(build, state.weights, dtype)
     optimizer = _optimizer(model, recipe)
-    updates = tuple(_updates(model, optimizer, recipe, batches, rates, dtype))
-    state = {
-        name: {
-            key: value.clone() if isinstance(value, Tensor) else value
-            for key, value in optimizer.state[parameter].items()
-        }
-        for name, parameter in model.named_parameters()
-    }
-    return History(updates, state)
+    for name, parameter in model.named_parameters():
+        if state.optimizer.get(name):
+            optimizer.state[parameter] = _copy(state.optimizer[name])
+    updates = tuple(_updates(model, optimizer, recipe, batches, rates, dtype, state.step))
+    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    moments = {name: _copy(optimizer.state[value]) for name, value in model.named_parameters()}
+    return History(updates, (State(weights, moments, state.step + len(batches)),))
+
+
+def _copy(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
 def evaluate(

@@ -46,7 +46,9 @@ def _batch(samples: int, seed: int = 0) -> Batch:
 def test_the_oracles_import_nothing_of_ours() -> None:
     allowed = {"torch", "timm", "numpy", *sys.stdlib_module_names}
     files = [f for f in Path(__file__).parent.glob("*.py") if not f.name.startswith("test_")]
-    assert len(files) >= 2
+    assert {"asynchronous.py", "optimizers.py", "published_faults.py", "stages.py"} <= {
+        file.name for file in files
+    }
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
@@ -57,7 +59,9 @@ def test_the_oracles_import_nothing_of_ours() -> None:
             else:
                 continue
             for name in names:
-                assert name.split(".")[0] in allowed or name.startswith("tests.oracles."), name
+                comparing = file.name == "cases.py" and name == "pytest"
+                inside = name.startswith("tests.oracles.")
+                assert name.split(".")[0] in allowed or inside or comparing, (file, name)
 
 
 def test_mix_has_the_published_values_of_the_murmur3_finaliser() -> None:
