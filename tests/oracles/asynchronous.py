@@ -28,7 +28,7 @@ from tests.oracles.optimizers import clipped, stepped
 from tests.oracles.stages import Stages
 from tests.oracles.synchronous import Batch, History, Recipe, State, Update, Weights, starting
 
-__all__ = ["Training", "ashpipe", "pipedream", "pipedream_2bw"]
+__all__ = ["Ranges", "Segments", "Training", "ashpipe", "pipedream", "pipedream_2bw"]
 
 Ranges = Sequence[tuple[int, int]]
 Segments = Sequence[Sequence[Batch]]
