@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from functools import cache
-from itertools import combinations, product
+from itertools import product
 from typing import Any
 
 import pytest
 
 from tests.oracles import synchronous
+from tests.pairwise import pairwise
 from tests.processes import run_ranks
 from tests.runtimes.transparency import (
     EPOCH,
@@ -17,12 +17,11 @@ from tests.runtimes.transparency import (
     MODELS,
     ArrayFeed,
     Case,
-    Outcome,
     faults,
     initial_weights,
     reference,
 )
-from tests.runtimes.transparency_ranks import Share, train_cases
+from tests.runtimes.transparency_ranks import Share, merged, train_cases
 
 MOST_CASES = 60
 SYSTEMS: list[tuple[str, tuple[tuple[str, Any], ...]]] = [
@@ -57,46 +56,17 @@ FACTORS: dict[str, list[Any]] = {
 }
 
 
-def _case(values: tuple[Any, ...]) -> Case:
-    settings = dict(zip(FACTORS, values, strict=True))
+def _case(settings: dict[str, Any]) -> Case:
     name, options = settings.pop("system")
     return Case(name, stages=len(settings["replicas"]), options=options, **settings)
 
 
 @cache
-def pairwise() -> tuple[Case, ...]:
-    """Few cases that together hold every two values which any allowed case holds: greedily, of
-    some cases with a pair still missing, the one with most such pairs."""
-    allowed = [
-        values
-        for values in product(*FACTORS.values())
-        if values[0][0] != "dp" or len(values[1]) == 1
-    ]
-    pairs = {values: frozenset(combinations(enumerate(values), 2)) for values in allowed}
-    missing = set().union(*pairs.values())
-    generator, chosen = random.Random(0), []
-    while missing:
-        # Rare pairs first: of the values that rule others out.
-        pair = min(missing, key=repr)
-        candidates = [values for values in allowed if pair in pairs[values]]
-        some = generator.sample(candidates, min(100, len(candidates)))
-        best = max(some, key=lambda values: len(pairs[values] & missing))
-        chosen.append(_case(best))
-        missing -= pairs[best]
-    return tuple(chosen)
+def cases_of_all_pairs() -> tuple[Case, ...]:
+    def allowed(settings: dict[str, Any]) -> bool:
+        return settings["system"][0] != "dp" or len(settings["replicas"]) == 1
 
-
-def _merged(shares: list[Share]) -> Outcome:
-    outcome = Outcome()
-    for share in shares:
-        for step, loss in share.losses.items():
-            outcome.losses[step] = outcome.losses.get(step, 0.0) + loss
-        for step, gradients in share.gradients.items():
-            outcome.gradients.setdefault(step, []).append(gradients)
-        for step, weights in share.weights.items():
-            outcome.weights.setdefault(step, {}).update(weights)
-        outcome.optimizer |= share.optimizer
-    return outcome
+    return tuple(_case(settings) for settings in pairwise(FACTORS, allowed))
 
 
 def _evaluation_faults(case: Case, shares: list[Share]) -> list[str]:
@@ -116,7 +86,7 @@ def _evaluation_faults(case: Case, shares: list[Share]) -> list[str]:
 
 
 def test_the_subset_is_small_and_holds_every_pair() -> None:
-    cases = pairwise()
+    cases = cases_of_all_pairs()
     assert 40 <= len(cases) <= MOST_CASES
     met = {(case.replicas, case.micro_batches) for case in cases}
     assert met == set(product(REPLICAS, FACTORS["micro_batches"]))
@@ -125,10 +95,10 @@ def test_the_subset_is_small_and_holds_every_pair() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_in_processes_of_their_own(world_size: int) -> None:
-    cases = [case for case in pairwise() if case.plan.world_size == world_size]
+    cases = [case for case in cases_of_all_pairs() if case.plan.world_size == world_size]
     if world_size == 3:
         cases.append(Case("dapple", 2, 5, (2, 1), precision="float32"))
     ranks = run_ranks(world_size, train_cases, cases, timeout_s=110)
     for number, case in enumerate(cases):
         shares = [rank[number] for rank in ranks]
-        assert not faults(case, _merged(shares)) + _evaluation_faults(case, shares), str(case)
+        assert not faults(case, merged(shares)) + _evaluation_faults(case, shares), str(case)

@@ -1,6 +1,7 @@
 """Models, data and references of the transparency tests, for the test process and for ranks.
 
-A pipeline is transparent if its losses, gradients and weights are those of plain training.
+A pipeline is transparent if its losses, gradients and weights are those of its reference: plain
+training for the synchronous systems, delayed gradients for the others.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from runtimes.execution.inprocess import InProcess
 from runtimes.job import DataSpec, Job, LearningRate, ModelSpec, OptimizerSpec, Task
 from runtimes.model.stack import LayerStack
 from runtimes.plan import Plan
+from tests.oracles import asynchronous
 from tests.oracles.synchronous import Batch, History, Recipe, train, vision_transformer
 
 __all__ = [
@@ -125,12 +127,18 @@ class Case:
     optimizer: str = "sgd"
     precision: str = "float64"
     smoothing: float = 0.1
+    clip: float | None = None
+    clip_by: str = "global"
+    #: Batches of an epoch, of which segments are made.
+    epoch: tuple[int, ...] = EPOCH
 
     def __str__(self) -> str:
         words = [self.system, *(f"{key}={value}" for key, value in self.options)]
         words += [f"S{self.stages}", f"M{self.micro_batches}"]
         words += [f"R{'-'.join(map(str, self.replicas))}"] if self.replicas else []
         words += ["recompute"] * self.recompute
+        words += [f"clip-{self.clip_by}"] * (self.clip is not None)
+        words += [f"B{self.epoch[0]}"] * (self.epoch != EPOCH)
         words += [f"cuts{'-'.join(map(str, self.cuts))}"] if self.cuts else []
         return " ".join([*words, self.model, self.optimizer, self.precision])
 
@@ -174,14 +182,14 @@ class ArrayFeed:
 
     @property
     def arrays(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        return _arrays(self.data)
+        return _arrays(self.data, sum(self.epoch_sizes))
 
     def batch_sizes(self, epoch: int) -> tuple[int, ...]:
         return self.epoch_sizes
 
     def indices(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         epoch, position = divmod(step, len(self.epoch_sizes))
-        order = np.random.default_rng((epoch, 5)).permutation(SAMPLES)
+        order = np.random.default_rng((epoch, 5)).permutation(sum(self.epoch_sizes))
         first = sum(self.epoch_sizes[:position])
         return order[first : first + self.epoch_sizes[position]]
 
@@ -202,9 +210,9 @@ class ArrayFeed:
 
 
 @cache
-def _arrays(data: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _arrays(data: int, samples: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     generator = np.random.default_rng(data)
-    return generator.normal(size=(SAMPLES, 1, 8, 8)), generator.integers(0, 4, SAMPLES)
+    return generator.normal(size=(samples, 1, 8, 8)), generator.integers(0, 4, samples)
 
 
 @cache
@@ -227,11 +235,15 @@ def job_of(case: Case) -> Job:
         tasks=(Task("t", case.system, case.plan, dict(case.options)),),
         model=ModelSpec("VisionTransformer"),
         data=DataSpec("", ""),
-        batch_size=EPOCH[0],
+        batch_size=case.epoch[0],
         epochs=EPOCHS,
         seed=SEED,
         label_smoothing=case.smoothing,
-        optimizer=OPTIMIZERS[case.optimizer],
+        optimizer=replace(
+            OPTIMIZERS[case.optimizer],
+            clip=case.clip,
+            clip_by=case.clip_by,  # type: ignore[arg-type]
+        ),
         learning_rate=LearningRate("step", milestones=(1.0,), gamma=0.5),
         precision=case.precision,  # type: ignore[arg-type]
     )
@@ -239,7 +251,7 @@ def job_of(case: Case) -> Job:
 
 def engine_of(case: Case) -> InProcess:
     job = job_of(case)
-    feed = ArrayFeed(case.precision)
+    feed = ArrayFeed(case.precision, case.epoch)
     engine = InProcess(job, job.tasks[0], stack_of(case.model), feed, keep_gradients=True)
     engine.load({**engine.state(), "weights": initial_weights(case.model)}, 0)
     return engine
@@ -261,9 +273,16 @@ def train_in_process(case: Case) -> Outcome:
 
 
 def reference(case: Case) -> History:
-    """Plain training of the same batches; equal references are computed once."""
-    plain = replace(case, system="", stages=1, micro_batches=1, replicas=None, recompute=False)
-    return _reference(replace(plain, cuts=(), options=(), segments=(case.sizes,)))
+    """What the same batches give in one process; equal references are computed once."""
+    bare = replace(case, recompute=False, cuts=())
+    if case.system == "ashpipe":
+        bare = replace(bare, replicas=None, options=())
+    elif case.system == "pipedream_2bw":
+        bare = replace(bare, replicas=None)
+    elif case.system != "pipedream":
+        plain = replace(bare, system="", stages=1, micro_batches=1, replicas=None, options=())
+        bare = replace(plain, segments=(case.sizes,))
+    return _reference(bare)
 
 
 @cache
@@ -278,12 +297,27 @@ def _reference(case: Case) -> History:
         eps=spec.eps,
         label_smoothing=case.smoothing,
         seed=SEED,
+        clip=case.clip,
+        clip_by=case.clip_by,  # type: ignore[arg-type]
     )
-    feed, steps = ArrayFeed(), range(len(case.sizes))
-    rates = [spec.lr if step < len(EPOCH) else spec.lr * 0.5 for step in steps]
+    feed, steps = ArrayFeed(epoch_sizes=case.epoch), range(len(case.sizes))
+    rates = [spec.lr if step < len(case.epoch) else spec.lr * 0.5 for step in steps]
     dtype = getattr(torch, case.precision)
     batches = [feed.batch(step) for step in steps]
-    return train(MODELS[case.model], initial_weights(case.model), recipe, batches, rates, dtype)
+    start = MODELS[case.model], initial_weights(case.model), recipe
+    if not case.system:
+        return train(*start, batches, rates, dtype)
+    following = iter(batches)
+    segments = [[next(following) for _ in segment] for segment in case.segments]
+    ranges = [(stage.first, stage.last) for stage in case.plan.stages]
+    rest = ranges, segments, rates, dtype
+    if case.system == "ashpipe":
+        return asynchronous.ashpipe(*start, *rest)
+    if case.system == "pipedream_2bw":
+        return asynchronous.pipedream_2bw(*start, *rest, micro_batches=case.micro_batches)
+    options = dict(case.options)
+    options.pop("drain", None)
+    return asynchronous.pipedream(*start, *rest, replicas=case.replicas, **options)
 
 
 def differences(

@@ -14,12 +14,13 @@ from tests.runtimes.transparency import (
     SAMPLES,
     ArrayFeed,
     Case,
+    Outcome,
     initial_weights,
     job_of,
     stack_of,
 )
 
-__all__ = ["VALIDATION_BATCH", "Share", "train_cases"]
+__all__ = ["VALIDATION_BATCH", "Share", "merged", "train_cases"]
 
 VALIDATION_BATCH = 8
 
@@ -36,6 +37,19 @@ class Share:
     accuracies: list[Accuracy]
 
 
+def merged(shares: Sequence[Share]) -> Outcome:
+    outcome = Outcome()
+    for share in shares:
+        for step, loss in share.losses.items():
+            outcome.losses[step] = outcome.losses.get(step, 0.0) + loss
+        for step, gradients in share.gradients.items():
+            outcome.gradients.setdefault(step, []).append(gradients)
+        for step, weights in share.weights.items():
+            outcome.weights.setdefault(step, {}).update(weights)
+        outcome.optimizer |= share.optimizer
+    return outcome
+
+
 def train_cases(rank: int, world_size: int, cases: Sequence[Case]) -> list[Share]:
     """Many cases one after the other in the same processes, as a benchmark does."""
     return [_train(rank, case) for case in cases]
@@ -47,7 +61,7 @@ def _train(rank: int, case: Case) -> Share:
         job,
         job.tasks[0],
         stack_of(case.model),
-        ArrayFeed(case.precision),
+        ArrayFeed(case.precision, case.epoch),
         rank,
         keep_gradients=True,
     )
