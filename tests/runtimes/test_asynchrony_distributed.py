@@ -14,7 +14,7 @@ from tests.processes import run_ranks
 from tests.runtimes.transparency import Case, faults, train_in_process
 from tests.runtimes.transparency_ranks import Share, merged, train_cases
 
-MOST_CASES = 40
+MOST_CASES = 60
 EPOCHS = {85: (85, 85, 20), 18: (18, 18, 18, 18, 5), 7: (7, 7, 7, 7, 3), 1: (1,) * 5}
 FACTORS: dict[str, list[Any]] = {
     "system": [
