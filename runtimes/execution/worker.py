@@ -313,9 +313,9 @@ class Worker:
             if out.requires_grad:
                 torch.autograd.backward(out, flight.gradient)
             flight.gradient = x.grad
+        assert action.version is not None
+        self.updates.made(action.unit, action.version)
         if not flight.pieces:
-            assert action.version is not None
-            self.updates.made(action.unit, action.version)
             self.versions.release(action.version)
             flight.parameters = {}
             if self.is_first:
