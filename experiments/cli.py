@@ -192,6 +192,14 @@ def schedule(
 
 
 @app.command()
+def conformance(json_: Json = False) -> int:
+    """Run every system on layers that see what happens, and compare that with what it declares."""
+    from experiments.commands import check_conformance
+
+    return _show(check_conformance(), json_)
+
+
+@app.command()
 def tables(json_: Json = False) -> int:
     """Print the tables of all records, and write them beside the runs."""
     from experiments.commands import make_tables

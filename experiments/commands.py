@@ -29,6 +29,7 @@ from experiments.store import Store
 
 __all__ = [
     "Answer",
+    "check_conformance",
     "draw_figure",
     "draw_schedule",
     "list_matrix",
@@ -126,6 +127,15 @@ def draw_schedule(
     options = {".".join(path): value for path, value in map(parse_setting, settings)}
     document = schedule_document(system, options, stages, units, replicas)
     return Answer(document, "\n".join(document["grid"]))
+
+
+def check_conformance() -> Answer:
+    """Exit code 1 if a system is seen to do something else than it declares."""
+    from experiments.conformance import conformance_document, conformance_table, judge_all
+
+    rows = judge_all()
+    document = conformance_document(rows)
+    return Answer(document, conformance_table(rows), 0 if document["conforms"] else 1)
 
 
 @contextmanager

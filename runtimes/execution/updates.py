@@ -65,7 +65,7 @@ class StageUpdates:
     def reduce(self, action: Action) -> None:
         """Gradients of a part (or, blocking, of all), zeros where this replica had no sample."""
         chosen = self.layers if action.part is None else [self.layers[action.part]]
-        parameters = self.versions[self._source(action.unit)]
+        parameters = self.versions[self._source(action.unit)] if any(chosen) else {}
         grads = []
         for part in chosen:
             # As the backward makes them: the last layer's first.
@@ -86,8 +86,9 @@ class StageUpdates:
         self._made_on.pop(action.unit, None)
         # Units of a round are batches of their own, whose gradients are averaged.
         units = len(self.program.units(action.pipeline, self.stage, action.unit))
-        if self.program.batches.rounds and units > 1:
-            torch._foreach_div_([g for g in gradients.values() if g is not None], units)
+        made = [gradient for gradient in gradients.values() if gradient is not None]
+        if self.program.batches.rounds and units > 1 and made:
+            torch._foreach_div_(made, units)
         self._taken[action.unit] = gradients
         return waited
 

@@ -62,7 +62,8 @@ class WeightVersions:
 
     def take(self, version: int) -> dict[str, Tensor | None]:
         """The gradients accumulated in a version, by name; it has none any more."""
-        source = self._sets[version]
+        # A set without weights has no gradients to wait for, and may be gone.
+        source = self._sets[version] if self._names else {}
         gradients = {name: parameter.grad for name, parameter in source.items()}
         for parameter in source.values():
             parameter.grad = None
@@ -138,7 +139,7 @@ class WeightVersions:
         return {name: p.detach() for name, p in self._sets[self.latest - 1].items()}
 
     def _copy(self, old: dict[str, Parameter]) -> dict[str, Parameter]:
-        if not self._free:
+        if not self._free or not old:
             return {name: Parameter(p.detach().clone()) for name, p in old.items()}
         new = self._free.pop()
         with torch.no_grad():

@@ -1,0 +1,153 @@
+"""How far a system's weights are from those of an oracle: plain PyTorch in one process.
+
+The oracles share no code with what they judge.  They are part of the tests, and so of a checkout of
+the repository, not of an installation.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.errors import UserError
+from experiments.paths import REPOSITORY
+from runtimes.conformance.cases import EPOCH, SEGMENTS, Case
+from runtimes.conformance.feed import MemoryFeed
+from runtimes.execution.engine import Segment
+from runtimes.execution.inprocess import InProcess
+from runtimes.job import DataSpec, Job, LearningRate, ModelSpec, OptimizerSpec, Task
+from runtimes.model.stack import LayerStack
+from runtimes.system import FlushSystem
+
+__all__ = ["check_oracles", "oracle_error"]
+
+SEED = 5
+#: The rate falls to a half at the drain.
+SGD = OptimizerSpec("sgd", lr=0.1, momentum=0.9, weight_decay=0.01)
+RATE = LearningRate("step", milestones=(1.0,), gamma=0.5)
+
+
+def check_oracles() -> None:
+    """UserError if this is not a checkout."""
+    folder = REPOSITORY / "tests" / "oracles"
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder} is not there, and the oracles with it: run pipebench from a checkout of "
+            "the repository"
+        )
+
+
+def _oracles(name: str) -> Any:
+    """Module ``name`` of tests/oracles, wherever the working directory and sys.path lead."""
+    check_oracles()
+    for package, parent in (("tests", REPOSITORY), ("tests.oracles", REPOSITORY / "tests")):
+        if package not in sys.modules:
+            spec = PathFinder.find_spec(package, [str(parent)])
+            assert spec is not None
+            sys.modules[package] = module_from_spec(spec)
+    return importlib.import_module(f"tests.oracles.{name}")
+
+
+def model() -> nn.Sequential:
+    """Every kind of layer whose gradient depends on its weights, its input, or its mask."""
+    return nn.Sequential(
+        nn.Linear(6, 12),
+        nn.LayerNorm(12),
+        nn.GELU(),
+        nn.Dropout(0.1),
+        nn.Linear(12, 12),
+        nn.LayerNorm(12),
+        nn.GELU(),
+        nn.Linear(12, 10),
+        nn.LayerNorm(10),
+        nn.Linear(10, 3),
+    )
+
+
+def oracle_error(case: Case) -> float:
+    """max over tensors of ‖ours − oracle's‖ / ‖oracle's‖, after all segments.
+
+    A tensor ten thousand times smaller than the largest counts as that big.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    samples = sum(EPOCH)
+    feed = MemoryFeed(
+        torch.randn(samples, 6, dtype=torch.float64, generator=generator),
+        torch.randint(0, 3, (samples,), generator=generator),
+        EPOCH,
+    )
+    stack = LayerStack.from_module(model())
+    initial = stack.initial_weights(0, len(stack), SEED, dtype=torch.float64)
+    ours, reference = _trained(case, stack, feed), _reference(case, len(stack), initial, feed)
+    assert ours.keys() == reference.keys()
+    least = 1e-4 * max(float(value.norm()) for value in reference.values())
+    return max(
+        float((ours[name] - value).norm()) / max(float(value.norm()), least)
+        for name, value in reference.items()
+    )
+
+
+def _trained(case: Case, stack: LayerStack, feed: MemoryFeed) -> dict[str, Tensor]:
+    task = Task("conformance", case.system, case.plan(len(stack)), case.options)
+    job = Job(
+        tasks=(task,),
+        model=ModelSpec("oracle"),
+        data=DataSpec("", ""),
+        batch_size=EPOCH[0],
+        epochs=SEGMENTS,
+        seed=SEED,
+        label_smoothing=0.1,
+        optimizer=SGD,
+        learning_rate=RATE,
+        precision="float64",
+    )
+    engine = InProcess(job, task, stack, feed)
+    for segment in range(SEGMENTS):
+        engine.train(Segment(segment * len(EPOCH), EPOCH))
+    weights: dict[str, Tensor] = engine.state()["weights"]
+    return weights
+
+
+def _reference(
+    case: Case, layers: int, weights: dict[str, Tensor], feed: MemoryFeed
+) -> dict[str, Tensor]:
+    plain = _oracles("synchronous")
+    recipe = plain.Recipe(
+        momentum=SGD.momentum, weight_decay=SGD.weight_decay, label_smoothing=0.1, seed=SEED
+    )
+    steps = range(SEGMENTS * len(EPOCH))
+    batches = []
+    for step in steps:
+        ids = feed.indices(step)
+        images, labels = feed.images(ids, step).numpy(), feed.labels(ids).numpy()
+        batches.append(plain.Batch(ids, images, labels))
+    rates = [SGD.lr if step < len(EPOCH) else SGD.lr * RATE.gamma for step in steps]
+    if isinstance(case.build(), FlushSystem):
+        history = plain.train(model, weights, recipe, batches, rates)
+    else:
+        oracle = getattr(_oracles("asynchronous"), case.system)
+        history = oracle(
+            model,
+            weights,
+            recipe,
+            [(stage.first, stage.last) for stage in case.plan(layers).stages],
+            [batches[first : first + len(EPOCH)] for first in steps[:: len(EPOCH)]],
+            rates,
+            **_arguments(case),
+        )
+    found: dict[str, Tensor] = history.updates[-1].weights
+    return found
+
+
+def _arguments(case: Case) -> dict[str, Any]:
+    """What an oracle needs to know beside the recipe and the data.  An order of AshPipe's, or a
+    number of micro-batches, is nothing to it: they change no result."""
+    if case.system == "pipedream":
+        return {"replicas": case.replicas, **case.options}
+    return {}

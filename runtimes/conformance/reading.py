@@ -1,0 +1,202 @@
+"""From what probes recorded of a run to properties of the system that ran."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from runtimes.conformance.cases import EPOCH, SEGMENTS
+from runtimes.conformance.feed import MemoryFeed
+from runtimes.conformance.properties import Properties, Taken
+from runtimes.conformance.recorder import SAMPLES, VERSION, Crossing, Recorder, Update
+from runtimes.plan import Plan
+
+__all__ = ["Reading"]
+
+#: A version or a sample's share is a sum of a few tens of fractions like 1/8 and 1/3.
+EXACT = 1e-9
+#: A delay whose forward nobody saw, or whose update a replica did not make.
+UNKNOWN = math.inf
+
+_Ledger = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class _Change:
+    """An update, by the ledger before and after it."""
+
+    phase: int
+    before: _Ledger
+    after: _Ledger
+
+    @property
+    def weights(self) -> dict[int, float]:
+        """Sample → the weight it was taken in with."""
+        moved = (self.after - self.before)[SAMPLES:]
+        return {int(i): float(moved[i]) for i in np.flatnonzero(np.abs(moved) > EXACT)}
+
+
+class Reading:
+    """From what the probes recorded to properties; the plan says which probe is of which stage."""
+
+    def __init__(self, recorder: Recorder, plan: Plan, probes: int, feed: MemoryFeed) -> None:
+        self.recorder, self.feed = recorder, feed
+        self.probes = [range(stage.first, min(stage.last, probes)) for stage in plan.stages]
+        #: (phase, sample) → the trails it arrived with, all the same if all is well.
+        self.trails: dict[tuple[int, int], set[tuple[float, ...]]] = defaultdict(set)
+        for arrival in recorder.arrivals:
+            if arrival.training:
+                self.trails[arrival.phase, arrival.sample].add(arrival.trail)
+        self.changes = {number: self._changes(number) for number in range(probes)}
+
+    def _changes(self, number: int) -> list[list[_Change]]:
+        """The updates of each copy of a probe."""
+        histories: dict[int, list[Update]] = defaultdict(list)
+        for update in self.recorder.updates:
+            if update.number == number:
+                histories[update.optimizer].append(update)
+        copies = []
+        for history in histories.values():
+            start = np.zeros_like(history[0].ledger)
+            befores = [start, *(update.ledger for update in history)]
+            copies.append(
+                [
+                    _Change(update.phase, before, update.ledger)
+                    for before, update in zip(befores, history, strict=False)
+                ]
+            )
+        return copies
+
+    def properties(self) -> Properties:
+        stages, segments = range(len(self.probes)), range(SEGMENTS)
+        return Properties(
+            delays=tuple(tuple(self._delays(s, segment) for s in stages) for segment in segments),
+            live=tuple(max(map(self.recorder.most_live, probes)) for probes in self.probes),
+            in_flight=tuple(max(map(self._in_flight, probes)) for probes in self.probes),
+            mixed=tuple(sum(map(self._mixed, probes)) for probes in self.probes),
+            taken=tuple(tuple(self._taken(s, segment) for s in stages) for segment in segments),
+            evaluated=tuple(self._evaluated(segment) for segment in segments),
+        )
+
+    def _of_segment(
+        self, stage: int, segment: int
+    ) -> Iterator[Sequence[tuple[int, _Change | None]]]:
+        """Update by update, (probe, change) of all copies of all probes of a stage; None of those
+        that have made fewer updates than others."""
+        histories = [
+            (number, [change for change in copy if change.phase == segment])
+            for number in self.probes[stage]
+            for copy in self.changes[number]
+        ]
+        numbers = [number for number, _ in histories]
+        for same in zip_longest(*(changes for _, changes in histories)):
+            yield list(zip(numbers, same, strict=True))
+
+    # -- delays ----------------------------------------------------------------------------
+
+    def _delays(self, stage: int, segment: int) -> tuple[tuple[float, ...], ...]:
+        return tuple(
+            tuple(sorted({delay for number, c in same for delay in self._delays_of(number, c)}))
+            for same in self._of_segment(stage, segment)
+        )
+
+    def _delays_of(self, number: int, change: _Change | None) -> set[float]:
+        if change is None:
+            return {UNKNOWN}
+        version, found = change.before[VERSION], set[float]()
+        for sample in change.weights:
+            trails = self.trails[change.phase, sample]
+            found |= {_number(version - trail[number]) for trail in trails} or {UNKNOWN}
+        return found
+
+    # -- samples ---------------------------------------------------------------------------
+
+    def _taken(self, stage: int, segment: int) -> tuple[Taken, ...]:
+        """As that copy and that layer saw it who saw the worst: all should agree."""
+        return tuple(
+            max(
+                (self._taken_by(change) for _, change in same if change is not None),
+                key=lambda taken: taken.otherwise,
+            )
+            for same in self._of_segment(stage, segment)
+        )
+
+    def _taken_by(self, change: _Change) -> Taken:
+        weights = change.weights
+        first = change.phase * len(EPOCH)
+        members = [self.feed.indices(first + place) for place in range(len(EPOCH))]
+        places = [place for place, ids in enumerate(members) if weights.keys() & set(ids.tolist())]
+        once = otherwise = 0
+        for place in places:
+            for sample in members[place].tolist():
+                # Batches of an update count alike, and so do the samples of a batch.
+                counted = weights.get(sample, 0.0) * len(members[place]) * len(places)
+                if abs(counted - 1) <= EXACT:
+                    once += 1
+                else:
+                    otherwise += 1
+        return Taken(tuple(places), once, otherwise)
+
+    # -- units -----------------------------------------------------------------------------
+
+    def _crossings(self, number: int) -> Iterator[Sequence[Crossing]]:
+        """Of each copy of a probe, in order."""
+        copies: dict[int, list[Crossing]] = defaultdict(list)
+        for crossing in self.recorder.crossings:
+            if crossing.number == number:
+                copies[crossing.copy].append(crossing)
+        yield from copies.values()
+
+    def _in_flight(self, number: int) -> int:
+        peak = 0
+        for crossings in self._crossings(number):
+            flying: Counter[tuple[int, ...]] = Counter()
+            for crossing in crossings:
+                if crossing.kind == "forward":
+                    flying[crossing.samples] += 1
+                elif crossing.kind == "backward":
+                    flying[crossing.samples] -= 1
+                peak = max(peak, flying.total())
+        return peak
+
+    def _mixed(self, number: int) -> int:
+        wrong = 0
+        for crossing in self.recorder.crossings:
+            if crossing.number == number and crossing.kind != "forward":
+                trails = set().union(*(self.trails[crossing.phase, i] for i in crossing.samples))
+                wrong += {trail[number] for trail in trails} != {crossing.version}
+        return wrong
+
+    # -- evaluation ------------------------------------------------------------------------
+
+    def _evaluated(self, segment: int) -> int:
+        latest = {
+            number: {copy[-1].after[VERSION] for copy in self._until(number, segment)}
+            for number in self.changes
+        }
+        times: Counter[int] = Counter()
+        for arrival in self.recorder.arrivals:
+            if arrival.phase == segment and not arrival.training:
+                versions = enumerate(arrival.trail)
+                fresh = all(latest[number] == {version} for number, version in versions)
+                # What was computed on old weights counts as too often.
+                times[arrival.sample] += 1 if fresh else 2
+        return sum(count == 1 for count in times.values())
+
+    def _until(self, number: int, segment: int) -> Iterator[list[_Change]]:
+        for copy in self.changes[number]:
+            done = [change for change in copy if change.phase <= segment]
+            if done:
+                yield done
+
+
+def _number(value: float) -> float:
+    """Whole where it stands for a whole number."""
+    whole = round(value)
+    return whole if abs(value - whole) <= EXACT else round(float(value), 6)
