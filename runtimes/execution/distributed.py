@@ -11,7 +11,9 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache, partial
 from time import perf_counter_ns
 from typing import Any, cast
 
@@ -27,8 +29,8 @@ from runtimes.job import Job, Task
 from runtimes.model.stack import LayerStack
 from runtimes.plan import Plan
 from runtimes.schedule import Program
-from runtimes.schedule.action import RECEIVES, Action, Op
-from runtimes.schedule.program import Channel, channel
+from runtimes.schedule.action import RECEIVES, SENDS, Action, Op
+from runtimes.schedule.program import channel
 from runtimes.system import System, evaluation_program
 from runtimes.systems import get_system
 
@@ -48,12 +50,24 @@ def _group(ranks: Sequence[int]) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, dist.new_group(list(ranks)))
 
 
+@dataclass
+class _Link:
+    """One channel as this rank sees it: the rank at its other end, the group, the shape of a
+    sample; and of a channel it receives on, what comes next and what is posted already."""
+
+    other: int
+    group: dist.ProcessGroup
+    shape: Sequence[int]
+    waiting: deque[Action] = field(default_factory=deque)
+    posted: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+
+
 class _End:
     """This rank's end of the process groups."""
 
     def __init__(self, plan: Plan, rank: int, timeout_s: float):
         self.plan, self.rank = plan, rank
-        self.timeout_s = timeout_s
+        self.timeout_s, self._timeout = timeout_s, timedelta(seconds=timeout_s)
         self.device: torch.device
         self.dtype: torch.dtype
         self.shapes: Sequence[Sequence[int]]
@@ -64,6 +78,7 @@ class _End:
         for number, stage in enumerate(plan.stages):
             if stage.replicas > 1:
                 self.replicas[number] = _group(stage.ranks)
+        self._links: dict[tuple[Op, int | None], _Link] = {}
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
         self._reductions: dict[int, list[tuple[dist.Work, Tensor, Sequence[Tensor]]]] = {}
 
@@ -72,8 +87,6 @@ class _End:
         if len(streams) != 1:
             raise ValueError(f"a rank runs one stream over torch.distributed, not {len(streams)}")
         self._upcoming = (action for action in streams[0] if action.op in RECEIVES)
-        self._waiting: dict[Channel, deque[Action]] = {}
-        self._posted: dict[Channel, deque[tuple[dist.Work, Tensor]]] = {}
         # A sender never has more under way than its units in flight; only an evaluation, in
         # which nothing flows back, could run ahead for ever.
         limit = program.batches.micro_batches if program.training else 1
@@ -81,31 +94,36 @@ class _End:
         self._most_sends = (2 * limit + AHEAD) * 2 * neighbours
         self._post_ahead()
 
+    def _link(self, action: Action) -> _Link:
+        """The channel of a send or receive, which in one stream its kind and peer tell."""
+        link = self._links.get((action.op, action.peer))
+        if link is None:
+            key = channel(action, self.plan)
+            other = key.receiver if action.op in SENDS else key.sender
+            stage = self.plan.stages[action.stage]
+            boundary = stage.first if action.op == Op.RECV_ACT else stage.last
+            link = _Link(other, self.groups[key.kind], self.shapes[boundary - 1])
+            self._links[action.op, action.peer] = link
+        return link
+
     def _post_ahead(self) -> None:
         """Look as far ahead in the stream as it takes to have a next receive for each channel."""
-        stage, _ = self.plan.place(self.rank)
         for action in self._upcoming:
-            key = channel(action, self.plan)
-            self._waiting.setdefault(key, deque()).append(action)
-            self._fill(key, stage)
-            if len(self._waiting[key]) > AHEAD:
+            link = self._link(action)
+            link.waiting.append(action)
+            self._fill(link)
+            if len(link.waiting) > AHEAD:
                 break
 
-    def _fill(self, key: Channel, stage: int) -> None:
-        posted = self._posted.setdefault(key, deque())
-        waiting = self._waiting[key]
-        while waiting and len(posted) < AHEAD:
-            action = waiting.popleft()
-            boundary = self.plan.stages[stage].first - 1
-            if action.op == Op.RECV_GRAD:
-                boundary = self.plan.stages[stage].last - 1
-            assert action.interval is not None
-            count = action.interval[1] - action.interval[0]
-            shape = (count, *self.shapes[boundary])
+    def _fill(self, link: _Link) -> None:
+        while link.waiting and len(link.posted) < AHEAD:
+            interval = link.waiting.popleft().interval
+            assert interval is not None
+            shape = (interval[1] - interval[0], *link.shape)
             tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-            work = dist.irecv(tensor, src=key.sender, group=self.groups[key.kind])
+            work = dist.irecv(tensor, src=link.other, group=link.group)
             assert work is not None
-            posted.append((work, tensor))
+            link.posted.append((work, tensor))
 
     def ready(self, action: Action) -> bool:
         """A single stream has nothing else to do: it blocks in the wait."""
@@ -114,7 +132,7 @@ class _End:
     def _wait(self, work: dist.Work, action: Action) -> None:
         begin = perf_counter_ns()
         try:
-            work.wait(timedelta(seconds=self.timeout_s))
+            work.wait(self._timeout)
             if self.device.type != "cpu":
                 torch.accelerator.current_stream(self.device).synchronize()
         except RuntimeError as error:
@@ -127,9 +145,9 @@ class _End:
             raise
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        key = channel(action, self.plan)
+        link = self._link(action)
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, dst=key.receiver, group=self.groups[key.kind])
+        work = dist.isend(tensor, dst=link.other, group=link.group)
         assert work is not None
         # The handle and the tensor live until the message has gone: gloo drops it otherwise.
         self._sends.append((work, tensor))
@@ -137,15 +155,14 @@ class _End:
             self._wait(self._sends.popleft()[0], action)
 
     def receive(self, action: Action, shape: Sequence[int]) -> Tensor:
-        key = channel(action, self.plan)
-        while not self._posted.get(key):
+        link = self._link(action)
+        while not link.posted:
             self._post_ahead()
-        work, tensor = self._posted[key].popleft()
+        work, tensor = link.posted.popleft()
         self._wait(work, action)
-        assert tuple(tensor.shape) == tuple(shape)
-        stage, _ = self.plan.place(self.rank)
-        self._fill(key, stage)
-        if not self._waiting[key]:
+        assert tensor.shape == shape
+        self._fill(link)
+        if not link.waiting:
             self._post_ahead()
         return tensor
 
@@ -174,7 +191,8 @@ class _End:
         while self._sends:
             work, _ = self._sends.popleft()
             self._wait(work, Action(0, *self.plan.place(self.rank), Op.SEND_ACT, 0))
-        assert not any(self._posted.values()), "receives were posted that nothing used"
+        unused = any(link.posted for link in self._links.values())
+        assert not unused, "receives were posted that nothing used"
 
 
 def clock_offsets(device: torch.device) -> list[int]:
@@ -245,6 +263,8 @@ class DistributedEngine:
             for replica, other in enumerate(stage.ranks)
         }
         self.offsets = clock_offsets(self.worker.device)
+        # Segments of the same batches share a program, and so what was generated of its stream.
+        self._program = lru_cache(maxsize=4)(partial(self.system.program, self.plan))
 
     def _run(self, program: Program, first_step: int, feed: Feed | None = None) -> None:
         self.worker.start(program, first_step, feed)
@@ -253,7 +273,7 @@ class DistributedEngine:
         self.worker.finish()
 
     def train(self, segment: Segment) -> SegmentReport:
-        self._run(self.system.program(self.plan, segment.batches), segment.first)
+        self._run(self._program(segment.batches), segment.first)
         worker = self.worker
         sent: list[dict[MessageKey, int] | None] = [None] * self.plan.world_size
         dist.all_gather_object(sent, worker.trace.sent(self.peers))
