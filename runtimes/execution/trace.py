@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter_ns, thread_time_ns
+from typing import NamedTuple
 
 from runtimes.schedule.action import Action, Op
 
@@ -25,14 +26,14 @@ PARTS = ("compute", "interference", "communication", "reduce", "optimizer", "idl
 MessageKey = tuple[int, str, int, int, int, int]
 
 
-@dataclass
-class Clocked:
-    """One action's times in nanoseconds; ``cpu`` is the thread's CPU time in between."""
+class Clocked(NamedTuple):
+    """One action's times in nanoseconds."""
 
     action: Action
     start: int
     end: int
-    cpu: int
+    #: F, B, R: the thread's CPU time in between.
+    cpu: int = 0
     #: STEP: nanoseconds of it spent waiting for reductions.
     waited: int = 0
 
@@ -53,10 +54,11 @@ class Trace:
     def finish(self) -> None:
         self.end = perf_counter_ns()
 
-    def add(self, action: Action, start: int, cpu: int, waited: int = 0) -> None:
-        self.clocked.append(
-            Clocked(action, start, perf_counter_ns(), thread_time_ns() - cpu, waited)
-        )
+    def add(self, action: Action, start: int, cpu: int | None, waited: int = 0) -> None:
+        """It began at ``start``, and if it computes at thread CPU time ``cpu``, and ends now."""
+        end = perf_counter_ns()
+        used = 0 if cpu is None else thread_time_ns() - cpu
+        self.clocked.append(Clocked(action, start, end, used, waited))
 
     def sent(self, peers: Mapping[tuple[int, int], int]) -> dict[MessageKey, int]:
         """When each message was handed to the transport; ``peers`` maps (stage, replica) → rank."""

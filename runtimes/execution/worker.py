@@ -22,7 +22,7 @@ from runtimes.execution.transport import Endpoint
 from runtimes.execution.versions import WeightVersions
 from runtimes.job import Job, Task
 from runtimes.model.stack import LayerStack
-from runtimes.schedule.action import RECEIVES, Action, Op
+from runtimes.schedule.action import COMPUTE, RECEIVES, Action, Op
 from runtimes.schedule.program import Program
 
 __all__ = ["Worker"]
@@ -35,6 +35,7 @@ class _Flight:
     parameters: dict[str, torch.nn.Parameter]
     step: int
     samples: np.ndarray[Any, Any]
+    first: int  #: Of the samples, counted within the unit.
     #: Pieces of its samples by the first of them.
     received: dict[Op, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
     #: Samples handed to the transport.
@@ -108,7 +109,8 @@ class Worker:
         self.keep_gradients = keep_gradients
         self.last_gradients: dict[str, Tensor] = {}
         self._flights: dict[tuple[int, int], _Flight] = {}
-        self.shapes = stack.output_shapes(self._sample_shape(), self.dtype)
+        sample = feed.images(feed.indices(0)[:1], 0).shape[1:]
+        self.shapes = stack.output_shapes(sample, self.dtype)
         self._steps_per_epoch = len(feed.batch_sizes(0))
         self._perform = {
             Op.F: self._forward,
@@ -122,9 +124,6 @@ class Worker:
             Op.STEP: self._step,
         }
 
-    def _sample_shape(self) -> tuple[int, ...]:
-        return tuple(self.feed.images(self.feed.indices(0)[:1], 0).shape[1:])
-
     # -- walking the streams ---------------------------------------------------------------
 
     def start(self, program: Program, first_step: int, feed: Feed | None = None) -> None:
@@ -135,7 +134,8 @@ class Worker:
         self.trace.begin()
         self.program, self.first_step = program, first_step
         self.active_feed = feed or self.feed
-        self.module.train(program.training)
+        if self.module.training != program.training:
+            self.module.train(program.training)
         if program.training:
             self.versions.drained()
         self.losses, self.evaluated, self.peak_in_flight = {}, 0, 0
@@ -171,7 +171,7 @@ class Worker:
         assert not self._flights, f"units left in flight: {sorted(self._flights)}"
 
     def _ready(self, action: Action) -> bool:
-        if any(edge not in self._done for edge in self.program.after.get(action, ())):
+        if self._awaited and not self._done.issuperset(self.program.after.get(action, ())):
             return False
         if action.op in RECEIVES or action.op == Op.STEP:
             return self.endpoint.ready(action)
@@ -180,10 +180,11 @@ class Worker:
     def _act(self, action: Action) -> None:
         if self.before is not None:
             self.before(action)
-        cpu, start = thread_time_ns(), perf_counter_ns()
+        cpu = thread_time_ns() if action.op in COMPUTE else None  # A system call.
+        start = perf_counter_ns()
         waited = self._perform[action.op](action)
         self.trace.add(action, start, cpu, waited or 0)
-        if action in self._awaited:
+        if self._awaited and action in self._awaited:
             self._done.add(action)
 
     # -- computing -------------------------------------------------------------------------
@@ -204,7 +205,7 @@ class Worker:
             else:
                 begin = update * self.program.batches.sizes[0] + low
                 samples = np.arange(begin + first, begin + last)
-            flight = self._flights[action.pipeline, action.unit] = _Flight({}, step, samples)
+            flight = self._flights[action.pipeline, action.unit] = _Flight({}, step, samples, first)
         return flight
 
     def _bind(self, parameters: dict[str, torch.nn.Parameter]) -> None:
@@ -326,10 +327,10 @@ class Worker:
     def _mine(self, flight: _Flight, action: Action, tensor: Tensor) -> tuple[Tensor, bool]:
         """The part of this replica's tensor that a message carries, and whether all has gone."""
         assert action.interval is not None
-        low, high = self.program.share(action.pipeline, self.stage_index, self.replica, action.unit)
         first, last = action.interval
         flight.sent[action.op] += last - first
-        return tensor[first - low : last - low], flight.sent[action.op] == high - low
+        piece = tensor[first - flight.first : last - flight.first]
+        return piece, flight.sent[action.op] == len(tensor)
 
     def _send_activation(self, action: Action) -> None:
         flight = self._flights[action.pipeline, action.unit]
