@@ -257,11 +257,6 @@ class DistributedEngine:
         )
         self.end.device, self.end.dtype = self.worker.device, self.worker.dtype
         self.end.shapes = self.worker.shapes
-        self.peers = {
-            (number, replica): other
-            for number, stage in enumerate(task.plan.stages)
-            for replica, other in enumerate(stage.ranks)
-        }
         self.offsets = clock_offsets(self.worker.device)
         # Segments of the same batches share a program, and so what was generated of its stream.
         self._program = lru_cache(maxsize=4)(partial(self.system.program, self.plan))
@@ -276,11 +271,11 @@ class DistributedEngine:
         self._run(self._program(segment.batches), segment.first)
         worker = self.worker
         sent: list[dict[MessageKey, int] | None] = [None] * self.plan.world_size
-        dist.all_gather_object(sent, worker.trace.sent(self.peers))
+        dist.all_gather_object(sent, worker.trace.sent(self.plan))
         merged: dict[MessageKey, int] = {}
         for share in sent:
             merged |= share or {}
-        parts = breakdown(worker.trace, merged, self.peers, self.offsets)
+        parts = breakdown(worker.trace, merged, self.plan, self.offsets)
         return SegmentReport(
             wall_s=parts["wall"],
             losses=worker.loss_shares(),

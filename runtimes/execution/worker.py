@@ -100,7 +100,7 @@ class Worker:
         self._bound: dict[str, torch.nn.Parameter] | None = None
         self.is_first = self.stage_index == 0
         self.is_last = self.stage_index == len(self.plan.stages) - 1
-        self.trace = Trace(rank)
+        self.trace = Trace()
         self.losses: dict[int, Tensor] = {}
         self.correct = torch.zeros((), dtype=torch.int64, device=self.device)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)

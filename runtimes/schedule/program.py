@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from runtimes.plan import Plan
 from runtimes.schedule.action import SENDS, Action, Op, parse
@@ -24,8 +25,7 @@ class Stream:
         return iter(self.source())
 
 
-@dataclass(frozen=True)
-class Channel:
+class Channel(NamedTuple):
     """Where messages keep their order: one sender, one receiver, one kind, one pipeline."""
 
     pipeline: int
