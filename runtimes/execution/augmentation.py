@@ -112,9 +112,11 @@ class Augmenter:
         falls outside the image is lost (DeVries & Taylor, 2017).
         """
         side = self.augmentation.cutout
+        if not side:
+            return images
         chosen = words(self.seed, epoch, samples, "cutout").astype(np.uint64)
         cut = chosen < np.uint64(min(epoch, self.epochs) * (1 << 32) // self.epochs)
-        if not side or not cut.any():
+        if not cut.any():
             return images
         inside = []
         for axis, length in (("row", self.height), ("column", self.width)):

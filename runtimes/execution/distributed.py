@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache, partial
 from time import perf_counter_ns
 from typing import Any, cast
 
@@ -27,8 +29,8 @@ from runtimes.job import Job, Task
 from runtimes.model.stack import LayerStack
 from runtimes.plan import Plan
 from runtimes.schedule import Program
-from runtimes.schedule.action import RECEIVES, Action, Op
-from runtimes.schedule.program import Channel, channel
+from runtimes.schedule.action import RECEIVES, SENDS, Action, Op
+from runtimes.schedule.program import channel
 from runtimes.system import System, evaluation_program
 from runtimes.systems import get_system
 
@@ -48,12 +50,65 @@ def _group(ranks: Sequence[int]) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, dist.new_group(list(ranks)))
 
 
+@dataclass
+class _Link:
+    """One channel as this rank sees it: the rank at its other end, the group, the shape of a
+    sample; and of a channel it receives on, what comes next and what is posted already."""
+
+    other: int
+    group: dist.ProcessGroup
+    shape: Sequence[int]
+    waiting: deque[Action] = field(default_factory=deque)
+    posted: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+
+
+class _Reach:
+    """Which receives of a stream a rank has come to, as of Program.rendezvous."""
+
+    def __init__(self, stream: Iterator[Action]):
+        self._stream, self._ahead, self._given = stream, deque[Action](), 0
+
+    def begin(self) -> Iterator[Action]:
+        return self._reached()
+
+    def past(self, action: Action, *, inclusive: bool = False) -> Iterator[Action]:
+        """The receives that are in reach behind ``action`` (or, ``inclusive``, with it), each given
+        once; nothing before it is left to do."""
+        while self._ahead or self._more():
+            if self._ahead[0] == action and inclusive:
+                break
+            passed = self._ahead.popleft()
+            self._given -= self._given > 0
+            if passed == action:
+                break
+        return self._reached()
+
+    def _more(self) -> bool:
+        action = next(self._stream, None)
+        if action is not None:
+            self._ahead.append(action)
+        return action is not None
+
+    def _reached(self) -> Iterator[Action]:
+        """Up to the first action that may take its time."""
+        position = 0
+        while position < len(self._ahead) or self._more():
+            action = self._ahead[position]
+            position += 1
+            if action.op in RECEIVES:
+                if position > self._given:
+                    yield action
+            elif action.op not in (Op.R, Op.SEND_GRAD):
+                break
+            self._given = max(self._given, position)
+
+
 class _End:
     """This rank's end of the process groups."""
 
     def __init__(self, plan: Plan, rank: int, timeout_s: float):
         self.plan, self.rank = plan, rank
-        self.timeout_s = timeout_s
+        self.timeout_s, self._timeout = timeout_s, timedelta(seconds=timeout_s)
         self.device: torch.device
         self.dtype: torch.dtype
         self.shapes: Sequence[Sequence[int]]
@@ -65,6 +120,7 @@ class _End:
             if stage.replicas > 1:
                 self.replicas[number] = _group(stage.ranks)
         self.everyone = _group(everyone)
+        self._links: dict[tuple[Op, int | None], _Link] = {}
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
         #: Sums of squares under way, by update.
         self._squares: dict[int, tuple[dist.Work, Tensor]] = {}
@@ -75,40 +131,54 @@ class _End:
         if len(streams) != 1:
             raise ValueError(f"a rank runs one stream over torch.distributed, not {len(streams)}")
         self._upcoming = (action for action in streams[0] if action.op in RECEIVES)
-        self._waiting: dict[Channel, deque[Action]] = {}
-        self._posted: dict[Channel, deque[tuple[dist.Work, Tensor]]] = {}
         # A sender never has more under way than its units in flight; only an evaluation, in
         # which nothing flows back, could run ahead for ever.
-        limit = program.batches.micro_batches if program.training else 1
+        in_flight = max(program.batches.micro_batches, self.plan.world_size)
+        limit = in_flight if program.training else 1
         neighbours = max(stage.replicas for stage in self.plan.stages)
         self._most_sends = (2 * limit + AHEAD) * 2 * neighbours
-        self._post_ahead()
+        self._rendezvous = _Reach(iter(streams[0])) if program.rendezvous else None
+        if self._rendezvous is not None:
+            self._post_reached(self._rendezvous.begin())
+        else:
+            self._post_ahead()
+
+    def _link(self, action: Action) -> _Link:
+        """The channel of a send or receive, which in one stream its kind and peer tell."""
+        link = self._links.get((action.op, action.peer))
+        if link is None:
+            key = channel(action, self.plan)
+            other = key.receiver if action.op in SENDS else key.sender
+            stage = self.plan.stages[action.stage]
+            boundary = stage.first if action.op == Op.RECV_ACT else stage.last
+            link = _Link(other, self.groups[key.kind], self.shapes[boundary - 1])
+            self._links[action.op, action.peer] = link
+        return link
 
     def _post_ahead(self) -> None:
         """Look as far ahead in the stream as it takes to have a next receive for each channel."""
-        stage, _ = self.plan.place(self.rank)
         for action in self._upcoming:
-            key = channel(action, self.plan)
-            self._waiting.setdefault(key, deque()).append(action)
-            self._fill(key, stage)
-            if len(self._waiting[key]) > AHEAD:
+            link = self._link(action)
+            link.waiting.append(action)
+            self._fill(link)
+            if len(link.waiting) > AHEAD:
                 break
 
-    def _fill(self, key: Channel, stage: int) -> None:
-        posted = self._posted.setdefault(key, deque())
-        waiting = self._waiting[key]
-        while waiting and len(posted) < AHEAD:
-            action = waiting.popleft()
-            boundary = self.plan.stages[stage].first - 1
-            if action.op == Op.RECV_GRAD:
-                boundary = self.plan.stages[stage].last - 1
-            assert action.interval is not None
-            count = action.interval[1] - action.interval[0]
-            shape = (count, *self.shapes[boundary])
-            tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-            work = dist.irecv(tensor, src=key.sender, group=self.groups[key.kind])
-            assert work is not None
-            posted.append((work, tensor))
+    def _fill(self, link: _Link) -> None:
+        while link.waiting and len(link.posted) < AHEAD:
+            self._post(link, link.waiting.popleft())
+
+    def _post(self, link: _Link, action: Action) -> None:
+        assert action.interval is not None
+        shape = (action.interval[1] - action.interval[0], *link.shape)
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        work = dist.irecv(tensor, src=link.other, group=link.group)
+        assert work is not None
+        link.posted.append((work, tensor))
+
+    def _post_reached(self, receives: Iterable[Action]) -> None:
+        for action in receives:
+            self._post(self._link(action), action)
 
     def ready(self, action: Action) -> bool:
         """A single stream has nothing else to do: it blocks in the wait."""
@@ -117,7 +187,7 @@ class _End:
     def _wait(self, work: dist.Work, action: Action) -> None:
         begin = perf_counter_ns()
         try:
-            work.wait(timedelta(seconds=self.timeout_s))
+            work.wait(self._timeout)
             if self.device.type != "cpu":
                 torch.accelerator.current_stream(self.device).synchronize()
         except RuntimeError as error:
@@ -130,25 +200,36 @@ class _End:
             raise
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        key = channel(action, self.plan)
+        link = self._link(action)
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, dst=key.receiver, group=self.groups[key.kind])
+        if self._rendezvous is not None and action.op == Op.SEND_GRAD:
+            # The next activation's receive is posted before the gradient leaves.
+            self._post_reached(self._rendezvous.past(action))
+        work = dist.isend(tensor, dst=link.other, group=link.group)
         assert work is not None
+        if self._rendezvous is not None and action.op == Op.SEND_ACT:
+            self._wait(work, action)
+            self._post_reached(self._rendezvous.past(action))
+            return
         # The handle and the tensor live until the message has gone: gloo drops it otherwise.
         self._sends.append((work, tensor))
         if len(self._sends) > self._most_sends:
             self._wait(self._sends.popleft()[0], action)
 
     def receive(self, action: Action, shape: Sequence[int]) -> Tensor:
-        key = channel(action, self.plan)
-        while not self._posted.get(key):
-            self._post_ahead()
-        work, tensor = self._posted[key].popleft()
+        link = self._link(action)
+        if self._rendezvous is not None:
+            self._post_reached(self._rendezvous.past(action, inclusive=True))
+        else:
+            while not link.posted:
+                self._post_ahead()
+        work, tensor = link.posted.popleft()
         self._wait(work, action)
-        assert tuple(tensor.shape) == tuple(shape)
-        stage, _ = self.plan.place(self.rank)
-        self._fill(key, stage)
-        if not self._waiting[key]:
+        assert tensor.shape == shape
+        if self._rendezvous is not None:
+            return tensor
+        self._fill(link)
+        if not link.waiting:
             self._post_ahead()
         return tensor
 
@@ -187,7 +268,8 @@ class _End:
         while self._sends:
             work, _ = self._sends.popleft()
             self._wait(work, Action(0, *self.plan.place(self.rank), Op.SEND_ACT, 0))
-        assert not any(self._posted.values()), "receives were posted that nothing used"
+        unused = any(link.posted for link in self._links.values())
+        assert not unused, "receives were posted that nothing used"
 
 
 def clock_offsets(device: torch.device) -> list[int]:
@@ -254,12 +336,9 @@ class DistributedEngine:
         )
         self.end.device, self.end.dtype = self.worker.device, self.worker.dtype
         self.end.shapes = self.worker.shapes
-        self.peers = {
-            (number, replica): other
-            for number, stage in enumerate(task.plan.stages)
-            for replica, other in enumerate(stage.ranks)
-        }
         self.offsets = clock_offsets(self.worker.device)
+        # Segments of the same batches share a program, and so what was generated of its stream.
+        self._program = lru_cache(maxsize=4)(partial(self.system.program, self.plan))
 
     def _run(self, program: Program, first_step: int, feed: Feed | None = None) -> None:
         self.worker.start(program, first_step, feed)
@@ -269,16 +348,14 @@ class DistributedEngine:
 
     def train(self, segment: Segment) -> SegmentReport:
         worker = self.worker
-        program = self.system.program(
-            self.plan, segment.batches, carried=worker.carried, norm=self.norm
-        )
+        program = self._program(segment.batches, carried=worker.carried, norm=self.norm)
         self._run(program, segment.first)
         sent: list[dict[MessageKey, int] | None] = [None] * self.plan.world_size
-        dist.all_gather_object(sent, worker.trace.sent(self.peers))
+        dist.all_gather_object(sent, worker.trace.sent(self.plan))
         merged: dict[MessageKey, int] = {}
         for share in sent:
             merged |= share or {}
-        parts = breakdown(worker.trace, merged, self.peers, self.offsets)
+        parts = breakdown(worker.trace, merged, self.plan, self.offsets)
         return SegmentReport(
             wall_s=parts["wall"],
             losses=worker.loss_shares(),

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from functools import lru_cache
 from pathlib import Path
 
 from runtimes.schedule.action import Action
@@ -30,6 +31,11 @@ _SIZE = 128
 _PR_SET_PDEATHSIG = 1
 
 
+@lru_cache(maxsize=4096)  # Segments repeat their actions.
+def _line(what: Action | str) -> bytes:
+    return str(what).encode()[:_SIZE].ljust(_SIZE)
+
+
 class StatusFile:
     """A mapped file of fixed size: noting an action costs a copy, and survives SIGKILL."""
 
@@ -40,8 +46,7 @@ class StatusFile:
             self._map = mmap.mmap(file.fileno(), _SIZE)
 
     def note(self, what: Action | str) -> None:
-        text = str(what).encode()[:_SIZE]
-        self._map[:] = text.ljust(_SIZE)
+        self._map[:] = _line(what)
 
     @property
     def text(self) -> str:

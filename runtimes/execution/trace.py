@@ -14,25 +14,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter_ns, thread_time_ns
+from typing import NamedTuple
 
-from runtimes.schedule.action import Action, Op
+from runtimes.plan import Plan
+from runtimes.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Op
+from runtimes.schedule.program import Channel, channel
 
 __all__ = ["PARTS", "Clocked", "Trace", "breakdown"]
 
 PARTS = ("compute", "interference", "communication", "reduce", "optimizer", "idle", "overhead")
 
-#: A message is known on both sides by this: pipeline, kind, unit, first sample, sender, receiver.
-MessageKey = tuple[int, str, int, int, int, int]
+#: A message is known on both sides by this: channel, unit, first sample.
+MessageKey = tuple[Channel, int, int]
 
 
-@dataclass
-class Clocked:
-    """One action's times in nanoseconds; ``cpu`` is the thread's CPU time in between."""
+class Clocked(NamedTuple):
+    """One action's times in nanoseconds."""
 
     action: Action
     start: int
     end: int
-    cpu: int
+    #: F, B, R: the thread's CPU time in between.
+    cpu: int = 0
     #: STEP: nanoseconds of it spent waiting for reductions.
     waited: int = 0
 
@@ -41,7 +44,6 @@ class Clocked:
 class Trace:
     """The actions of one rank in one segment."""
 
-    rank: int
     start: int = 0
     end: int = 0
     clocked: list[Clocked] = field(default_factory=list)
@@ -53,35 +55,28 @@ class Trace:
     def finish(self) -> None:
         self.end = perf_counter_ns()
 
-    def add(self, action: Action, start: int, cpu: int, waited: int = 0) -> None:
-        self.clocked.append(
-            Clocked(action, start, perf_counter_ns(), thread_time_ns() - cpu, waited)
-        )
+    def add(self, action: Action, start: int, cpu: int | None, waited: int = 0) -> None:
+        """It began at ``start``, and if it computes at thread CPU time ``cpu``, and ends now."""
+        end = perf_counter_ns()
+        used = 0 if cpu is None else thread_time_ns() - cpu
+        self.clocked.append(Clocked(action, start, end, used, waited))
 
-    def sent(self, peers: Mapping[tuple[int, int], int]) -> dict[MessageKey, int]:
-        """When each message was handed to the transport; ``peers`` maps (stage, replica) → rank."""
-        times = {}
-        for item in self.clocked:
-            if item.action.op in (Op.SEND_ACT, Op.SEND_GRAD):
-                times[_key(item.action, self.rank, peers)] = item.start
-        return times
+    def sent(self, plan: Plan) -> dict[MessageKey, int]:
+        """When each message was handed to the transport."""
+        return {
+            _key(item.action, plan): item.start for item in self.clocked if item.action.op in SENDS
+        }
 
 
-def _key(action: Action, rank: int, peers: Mapping[tuple[int, int], int]) -> MessageKey:
-    ahead = action.op in (Op.SEND_ACT, Op.RECV_GRAD)
-    assert action.peer is not None
+def _key(action: Action, plan: Plan) -> MessageKey:
     assert action.interval is not None
-    other = peers[action.stage + (1 if ahead else -1), action.peer]
-    sends = action.op in (Op.SEND_ACT, Op.SEND_GRAD)
-    kind = "ACT" if action.op in (Op.SEND_ACT, Op.RECV_ACT) else "GRAD"
-    ends = (rank, other) if sends else (other, rank)
-    return (action.pipeline, kind, action.unit, action.interval[0], *ends)
+    return channel(action, plan), action.unit, action.interval[0]
 
 
 def breakdown(
     trace: Trace,
     sent: Mapping[MessageKey, int],
-    peers: Mapping[tuple[int, int], int],
+    plan: Plan,
     clock_offsets: Iterable[int] | None = None,
 ) -> dict[str, float]:
     """Seconds of each part, and "wall"; they add up.
@@ -94,18 +89,17 @@ def breakdown(
     for item in trace.clocked:
         wall = item.end - item.start
         op = item.action.op
-        if op in (Op.F, Op.B, Op.R):
+        if op in COMPUTE:
             cpu = min(item.cpu, wall)
             total["compute"] += cpu
             total["interference"] += wall - cpu
-        elif op in (Op.RECV_ACT, Op.RECV_GRAD):
-            key = _key(item.action, trace.rank, peers)
-            sender = key[4]
-            ready = sent[key] + (offsets[sender] if offsets else 0)
+        elif op in RECEIVES:
+            key = _key(item.action, plan)
+            ready = sent[key] + (offsets[key[0].sender] if offsets else 0)
             idle = min(max(ready - item.start, 0), wall)
             total["idle"] += idle
             total["communication"] += wall - idle
-        elif op in (Op.SEND_ACT, Op.SEND_GRAD):
+        elif op in SENDS:
             total["communication"] += wall
         elif op == Op.REDUCE:
             total["reduce"] += wall

@@ -23,7 +23,7 @@ from runtimes.execution.updates import StageUpdates
 from runtimes.execution.versions import WeightVersions
 from runtimes.job import Job, Task
 from runtimes.model.stack import LayerStack
-from runtimes.schedule.action import RECEIVES, Action, Op
+from runtimes.schedule.action import COMPUTE, RECEIVES, Action, Op
 from runtimes.schedule.program import Program
 from runtimes.system import System
 
@@ -37,6 +37,7 @@ class _Flight:
     parameters: dict[str, torch.nn.Parameter]
     step: int
     samples: np.ndarray[Any, Any]
+    first: int  #: Of the samples, counted within the unit.
     #: Pieces of its samples by the first of them.
     received: dict[Op, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
     #: Samples handed to the transport.
@@ -115,14 +116,15 @@ class Worker:
         self._bound: dict[str, torch.nn.Parameter] | None = None
         self.is_first = self.stage_index == 0
         self.is_last = self.stage_index == len(self.plan.stages) - 1
-        self.trace = Trace(rank)
+        self.trace = Trace()
         self.losses: dict[int, Tensor] = {}
         self.correct = torch.zeros((), dtype=torch.int64, device=self.device)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.evaluated = 0
         self.peak_in_flight = 0
         self._flights: dict[tuple[int, int], _Flight] = {}
-        self.shapes = stack.output_shapes(self._sample_shape(), self.dtype)
+        sample = feed.images(feed.indices(0)[:1], 0).shape[1:]
+        self.shapes = stack.output_shapes(sample, self.dtype)
         self._perform = {
             Op.F: self._forward,
             Op.R: self._recompute,
@@ -136,9 +138,6 @@ class Worker:
             Op.STEP: self.updates.step,
         }
 
-    def _sample_shape(self) -> tuple[int, ...]:
-        return tuple(self.feed.images(self.feed.indices(0)[:1], 0).shape[1:])
-
     # -- walking the streams ---------------------------------------------------------------
 
     def start(self, program: Program, first_step: int, feed: Feed | None = None) -> None:
@@ -150,7 +149,8 @@ class Worker:
         self.program, self.first_step = program, first_step
         self.updates.start(program, first_step)
         self.active_feed = feed or self.feed
-        self.module.train(program.training)
+        if self.module.training != program.training:
+            self.module.train(program.training)
         if program.training:
             self.versions.drained(program.carried)
         self.losses, self.evaluated, self.peak_in_flight = {}, 0, 0
@@ -186,7 +186,7 @@ class Worker:
         assert not self._flights, f"units left in flight: {sorted(self._flights)}"
 
     def _ready(self, action: Action) -> bool:
-        if any(edge not in self._done for edge in self.program.after.get(action, ())):
+        if self._awaited and not self._done.issuperset(self.program.after.get(action, ())):
             return False
         if action.op in RECEIVES or action.op in (Op.NORM, Op.STEP):
             return self.endpoint.ready(action)
@@ -195,10 +195,11 @@ class Worker:
     def _act(self, action: Action) -> None:
         if self.before is not None:
             self.before(action)
-        cpu, start = thread_time_ns(), perf_counter_ns()
+        cpu = thread_time_ns() if action.op in COMPUTE else None  # A system call.
+        start = perf_counter_ns()
         waited = self._perform[action.op](action)
         self.trace.add(action, start, cpu, waited or 0)
-        if action in self._awaited:
+        if self._awaited and action in self._awaited:
             self._done.add(action)
 
     # -- computing -------------------------------------------------------------------------
@@ -219,7 +220,7 @@ class Worker:
             else:
                 begin = batch_index * self.program.batches.sizes[0] + low
                 samples = np.arange(begin + first, begin + last)
-            flight = self._flights[action.pipeline, action.unit] = _Flight({}, step, samples)
+            flight = self._flights[action.pipeline, action.unit] = _Flight({}, step, samples, first)
         return flight
 
     def _bind(self, parameters: dict[str, torch.nn.Parameter]) -> None:
@@ -342,10 +343,10 @@ class Worker:
     def _mine(self, flight: _Flight, action: Action, tensor: Tensor) -> tuple[Tensor, bool]:
         """The part of this replica's tensor that a message carries, and whether all has gone."""
         assert action.interval is not None
-        low, high = self.program.share(action.pipeline, self.stage_index, self.replica, action.unit)
         first, last = action.interval
         flight.sent[action.op] += last - first
-        return tensor[first - low : last - low], flight.sent[action.op] == high - low
+        piece = tensor[first - flight.first : last - flight.first]
+        return piece, flight.sent[action.op] == len(tensor)
 
     def _send_activation(self, action: Action) -> None:
         flight = self._flights[action.pipeline, action.unit]

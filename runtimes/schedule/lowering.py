@@ -1,12 +1,13 @@
 """From compute orders to a program: communication, recomputation, parts and reductions.
 
 Each stream is generated lazily from its own order and those of its neighbours, so a program
-of millions of actions costs only what walks it.
+of millions of actions costs only what walks it, and its first actions are generated only once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 from runtimes.plan import Plan
 from runtimes.schedule.action import Action, Op
@@ -42,7 +43,8 @@ def lower(
     def stream(pipeline: int, stage: int, replica: int) -> Stream:
         lowered = _Lowering(order, plan, batches, training, blocking_reduce, rendezvous)
         rank = plan.rank(stage, replica)
-        return Stream(rank, pipeline, lambda: lowered.actions(pipeline, stage, replica))
+        generated = _Generated(lambda: lowered.actions(pipeline, stage, replica))
+        return Stream(rank, pipeline, generated.walk)
 
     return Program(
         plan,
@@ -57,6 +59,35 @@ def lower(
         rendezvous=rendezvous,
         carried=carried,
     )
+
+
+#: Actions of a stream that are kept: about 1 MB, enough for hundreds of batches.
+_KEPT = 4096
+
+
+class _Generated:
+    """A stream that is walked more than once: a transport looks ahead of its worker, and segments
+    of the same batches have the same program.  What lies beyond the actions kept is generated anew
+    by each walk."""
+
+    def __init__(self, source: Callable[[], Iterator[Action]]):
+        self._source = source
+        self._kept: list[Action] = []
+        self._coming = islice(source(), _KEPT)
+
+    def walk(self) -> Iterator[Action]:
+        position = 0
+        while True:
+            # Another walk may have brought more in the meantime.
+            while position < len(self._kept):
+                yield self._kept[position]
+                position += 1
+            action = next(self._coming, None)
+            if action is None:
+                break
+            self._kept.append(action)
+        if position == _KEPT:
+            yield from islice(self._source(), _KEPT, None)
 
 
 class _Inbox:

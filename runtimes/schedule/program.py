@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from runtimes.plan import Plan
 from runtimes.schedule.action import SENDS, Action, Op, parse
@@ -24,8 +25,7 @@ class Stream:
         return iter(self.source())
 
 
-@dataclass(frozen=True)
-class Channel:
+class Channel(NamedTuple):
     """Where messages keep their order: one sender, one receiver, one kind, one pipeline."""
 
     pipeline: int
@@ -45,8 +45,8 @@ class Program:
     numbered from 0, so the latest is version ``carried`` at the start.
 
     ``rendezvous``: a SEND_ACT ends only when its receive is posted, and a receive is posted no
-    earlier than when nothing but recomputation and sends of gradients stands before it.  Without
-    it receives are posted ahead and sends are never awaited.
+    earlier than when nothing but recomputation, sends of gradients and other receives stands before
+    it.  Without it receives are posted ahead and sends are never awaited.
     """
 
     plan: Plan

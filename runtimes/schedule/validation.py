@@ -150,7 +150,7 @@ class _DryRun:
             for action in cursor.upcoming():
                 if action.op == Op.RECV_ACT and channel(action, self.plan) == key:
                     return True
-                if action.op not in (Op.R, Op.SEND_GRAD):
+                if action.op not in RECEIVES | {Op.R, Op.SEND_GRAD}:
                     break
         return False
 
