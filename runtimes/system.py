@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from runtimes.plan import Plan
 from runtimes.schedule import Batches, Declared, Order, Program, flush, forward_only, lower
@@ -39,6 +39,12 @@ class System(ABC):
     def blocking_reduce(self) -> bool:
         """Whether replicas reduce one parameter after the other, after the backward."""
         return False
+
+    @property
+    def drain(self) -> Literal["epoch", "run"]:
+        """Whether the pipeline drains after every epoch, or only where a run has to: before an
+        evaluation, a checkpoint, a switch, and at the end."""
+        return "epoch"
 
     def check(self, plan: Plan) -> None:
         """ValueError, naming value, limit and way out, if the system cannot run the plan."""

@@ -176,6 +176,12 @@ class _End:
             self._wait(work, Action(0, *self.plan.place(self.rank), Op.SEND_ACT, 0))
         assert not any(self._posted.values()), "receives were posted that nothing used"
 
+    def leave(self) -> None:
+        """Every rank leaves at the same place: then no message is under way in any group."""
+        dist.barrier()
+        for group in (*self.groups.values(), *self.replicas.values()):
+            dist.destroy_process_group(group)
+
 
 def clock_offsets(device: torch.device) -> list[int]:
     """Nanoseconds to add to each rank's perf_counter to read this rank's.
@@ -282,3 +288,6 @@ class DistributedEngine:
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
         self.worker.load(state)
+
+    def close(self) -> None:
+        self.end.leave()
