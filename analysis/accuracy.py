@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ what float32 sums in another order leave after an epoch."""
 
 LEARNED = (
     *("model.", "data.", "launch.device", "train.batch_size", "train.optimizer"),
-    *("train.learning_rate", "train.label_smoothing", "train.precision"),
+    *("train.learning_rate", "train.label_smoothing", "train.precision", "train.start_from"),
 )
 """Configuration that a synchronous system's losses depend on, besides seed and epochs."""
 COSMETIC = (
@@ -28,7 +29,7 @@ COSMETIC = (
     *("launch.local_address", "launch.rendezvous"),
 )
 """Configuration that changes no result, and the seed, over which accuracies are averaged."""
-OPTION = "system.options."
+OPTION = re.compile(r"(?:switch\.)?system\.options\.")
 
 
 def training(records: Records) -> pd.DataFrame:
@@ -37,7 +38,8 @@ def training(records: Records) -> pd.DataFrame:
     ``task``: a key of model, data, regime, epochs and source.  Synchronous systems of one task and
     seed have the same loss at every step.
     ``variant``: a key of all but the seed: runs that differ in it are never averaged.
-    ``shown``: the system with its options, as in "dp (overlap = false)".
+    ``shown``: the system with its options, as in "dp (overlap = false)", and whether all its ranks
+    were in one process: a time of such a run is none, its accuracy is as good as any.
     ``model``, ``data``, ``regime``: in words for people; ``task`` tells them apart.
     """
     runs = records.runs[records.runs["kind"] == "train"]
@@ -58,10 +60,14 @@ def _described(run: Mapping[Any, Any], settings: Mapping[str, Any]) -> dict[str,
     learned = {key: value for key, value in settings.items() if key.startswith(LEARNED)}
     epochs = settings.get("train.epochs", run["epochs"])
     task = [run["source"], learned, run["batch_size"], epochs]
-    variant = [run["label"], run["evidence"], run["plan"], settings]
-    options = {key: settings[key] for key in sorted(settings) if key.startswith(OPTION)}
-    special = [f"{key.removeprefix(OPTION)} = {json.dumps(options[key])}" for key in options]
-    named = run["label"] != run["system"] or not options
+    variant = [run["label"], run["evidence"], run["transport"], run["plan"], settings]
+    options = sorted(key for key in settings if OPTION.match(key))
+    special = [f"{OPTION.sub('', key)} = {json.dumps(settings[key])}" for key in options]
+    # Whoever chose a label has named the options, but for that of a switch, which tells when.
+    own = run["label"] not in (run["system"], f"{run['system']}@{_moment(settings)}")
+    remarks = [] if own else special
+    if run["transport"] == "in-process":
+        remarks.append("in-process")
 
     def words(*parts: tuple[str, str]) -> str:
         known = [word.format(settings[key]) for word, key in parts if settings.get(key)]
@@ -73,11 +79,12 @@ def _described(run: Mapping[Any, Any], settings: Mapping[str, Any]) -> dict[str,
         words(("{}", "train.learning_rate.kind")),
         words(("label smoothing {}", "train.label_smoothing")),
         words(("{}", "train.precision")),
+        words(("from {}", "train.start_from")),
     )
     return {
         "task": json.dumps(task, sort_keys=True, default=str),
         "variant": json.dumps(variant, sort_keys=True, default=str),
-        "shown": run["label"] if named else f"{run['label']} ({', '.join(special)})",
+        "shown": run["label"] + (f" ({', '.join(remarks)})" if remarks else ""),
         "model": words(
             ("{}", "model.name"),
             ("width {}", "model.args.embed_dim"),
@@ -87,6 +94,10 @@ def _described(run: Mapping[Any, Any], settings: Mapping[str, Any]) -> dict[str,
         "data": words(("{}", "data.set"), ("{0}×{0}", "data.image_size")),
         "regime": ", ".join(part for part in regime if part),
     }
+
+
+def _moment(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("switch.epoch", "plateau"))
 
 
 def tables(records: Records) -> tuple[Table, ...]:
@@ -184,7 +195,7 @@ def _referred(records: Records) -> pd.DataFrame:
     the same task and seed, an undisturbed run first, then the one under the plain name."""
     runs = training(records).reset_index()
     dp = runs[(runs["system"] == "dp") & runs["run"].isin(records.steps["run"])]
-    special = dp["variant"].str.contains(f'"{OPTION}', regex=False)
+    special = dp["shown"] != dp["label"]
     dp = dp.assign(disturbed=dp["status"] != "ok", special=special)
     dp = dp.sort_values(["disturbed", "special"], kind="stable").drop_duplicates(["task", "seed"])
     dp = dp.assign(reference=dp["run"].astype("Int64"), reference_id=dp["id"])

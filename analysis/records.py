@@ -42,7 +42,8 @@ class Records:
 
     ``runs``: a row a run, or a contender of a benchmark; the others refer to its index, "run".
     ``source`` is "" for a fresh run, else the path below reference/ that holds it; ``evidence`` is
-    the class of its times, ``launch`` who its rounds may be paired with, ``config`` a dict.
+    the class of its times (ranks that share a process, ``transport`` "in-process", have none),
+    ``launch`` who its rounds may be paired with, ``config`` a dict.
     ``rounds``: a row a timed round: ``samples`` trained in ``wall_s`` seconds of the slowest rank;
     ``compute_bound_s`` is the schedule's own lower bound, from slices measured in this round.
     ``ranks``: a row a rank of a benchmark: seconds, averaged over rounds: "wall" and
@@ -85,6 +86,16 @@ class _Evaluation(_Strict):
     accuracy: float
 
 
+class _Switch(_Strict):
+    """The system that a run ended with, and after how many updates it took over."""
+
+    system: str
+    stages: int
+    replicas: int | list[int]
+    micro_batches: int
+    step: int | None = None
+
+
 class _Result(_Strict):
     schema_: Literal["pipebench.result/1"] = Field(alias="schema")
     id: str
@@ -106,6 +117,8 @@ class _Result(_Strict):
     error: str | None = None
     evidence: Annotated[str, AfterValidator(lambda text: Evidence.parse(text).label)]
     machine: dict[str, Any] = {}
+    transport: Literal["distributed", "in-process"] = "distributed"
+    switch: _Switch | None = None
     batch_size: int
     micro_batches: int
     stages: int
@@ -137,15 +150,13 @@ class _Run:
 
     @property
     def row(self) -> dict[str, Any]:
-        told = {"schema_", "machine", "replicas", "rounds", "breakdown"}
-        replicas = _replicas(self.result.replicas)
-        plan = {"S": self.result.stages, "R": replicas, "M": self.result.micro_batches}
-        cuts = [f"{letter}={count}" for letter, count in plan.items() if str(count) != "1"]
+        told = {"schema_", "machine", "replicas", "rounds", "breakdown", "switch"}
+        then = self.result.switch
         return {
             "source": self.source,
             **self.result.model_dump(exclude=told),
-            "replicas": replicas,
-            "plan": " ".join(cuts) or "S=1",  # in the papers' letters
+            "replicas": _replicas(self.result.replicas),
+            "plan": _plan(self.result) + ("" if then is None else f" → {_plan(then)}"),
             "machine": machine_line(self.result.machine),
             "launch": self.result.bench_id or self.result.id,
             "config": self.config,
@@ -279,12 +290,17 @@ def _replicas(value: int | list[int]) -> str:
     return ",".join(str(count) for count in (counts if len(set(counts)) > 1 else counts[:1]))
 
 
+def _plan(shape: _Result | _Switch) -> str:
+    """In the papers' letters."""
+    counts = {"S": shape.stages, "R": _replicas(shape.replicas), "M": shape.micro_batches}
+    return " ".join(f"{key}={count}" for key, count in counts.items() if str(count) != "1") or "S=1"
+
+
 def _unfinished(directory: Path, config: Mapping[str, Any]) -> list[_Result]:
     """What a directory without a result was to become: a run, or the contenders of a benchmark
     less those whose records lie beside it."""
     bench = config.get("bench")
-    system = "" if bench else config["system"]["name"]
-    alone: list[dict[str, Any]] = [{"system": system, "label": system}]
+    alone = [] if bench else [_unfinished_run(config)]
     results = []
     for contender in bench["contenders"] if bench else alone:
         identity = f"{directory.name}.{contender['label']}" if bench else directory.name
@@ -302,13 +318,33 @@ def _unfinished(directory: Path, config: Mapping[str, Any]) -> list[_Result]:
             seed=config["train"]["seed"],
             status="unfinished",
             evidence=Evidence.MEASURED.label,
+            transport=config.get("launch", {}).get("transport", "distributed"),
+            switch=contender.get("switch"),
             batch_size=config["train"]["batch_size"],
-            micro_batches=plan.get("micro_batches", 1),
-            stages=plan.get("stages", 1),
-            replicas=plan.get("replicas") or 1,
+            **_shape(plan),
         )
         results.append(result)
     return results
+
+
+def _unfinished_run(config: Mapping[str, Any]) -> dict[str, Any]:
+    """System and label of a training run, and what it was to switch to, as in a result."""
+    system, switch = config["system"]["name"], config.get("switch")
+    if switch is None:
+        return {"system": system, "label": system}
+    then = {"system": switch["system"]["name"], **_shape(switch["plan"])}
+    both = f"{system} → {then['system']}"
+    label = f"{both}@{switch.get('epoch', 'plateau')}"
+    return {"system": both, "label": label, "switch": then}
+
+
+def _shape(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan in short, as in a result."""
+    return {
+        "micro_batches": plan.get("micro_batches", 1),
+        "stages": plan.get("stages", 1),
+        "replicas": plan.get("replicas") or 1,
+    }
 
 
 def machine_line(machine: Mapping[str, Any]) -> str:

@@ -65,7 +65,9 @@ class Comparison:
 
 def compare(records: Records) -> tuple[Comparison, ...]:
     """One comparison a benchmark launch, fresh ones first."""
-    bench = records.runs[records.runs["kind"] == "bench"]
+    runs = records.runs
+    # Ranks that take turns in one process have no time that is a result.
+    bench = runs[(runs["kind"] == "bench") & (runs["transport"] == "distributed")]
     launches = [field for _, field in bench.groupby(["source", "launch"], sort=False)]
     comparisons = [_comparison(records, field) for field in launches]
     comparisons.sort(key=lambda item: (item.source, _natural(item.name), item.launch))

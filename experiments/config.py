@@ -15,6 +15,8 @@ __all__ = [
     "Model",
     "Plan",
     "PlanChanges",
+    "Plateau",
+    "Switch",
     "System",
     "Tracking",
     "Train",
@@ -180,7 +182,8 @@ class LearningRate(Section):
 class Train(Section):
     """``seeds`` stands for one run a seed; ``evaluate_every`` and ``checkpoint_every`` in epochs.
 
-    ``action_timeout_s``: a rank that waits longer for another ends the run.
+    ``start_from``: id or directory of a run whose last checkpoint is the start, whatever its system
+    and plan.  ``action_timeout_s``: a rank that waits longer for another ends the run.
     """
 
     batch_size: Count
@@ -194,6 +197,7 @@ class Train(Section):
     evaluate_every: Count = 1
     checkpoint_every: Count = 1
     evaluation_batch_size: Count = 256
+    start_from: str | None = Field(default=None, min_length=1)
     action_timeout_s: Seconds = 300.0
 
     @field_validator("precision", mode="before")
@@ -219,10 +223,15 @@ class Train(Section):
 
 
 class Launch(Section):
-    """Where ranks run.  ``nodes`` hosts, this one being ``node_rank``, meet at ``address``:``port``
-    (0: any free one); ``local_address`` is this host's own, if not found by its name."""
+    """Where ranks run: each in a process of its own, or, in-process, all in one, for what they
+    learn and not for how fast.
+
+    ``nodes`` hosts, this one being ``node_rank``, meet at ``address``:``port`` (0: any free one);
+    ``local_address`` is this host's own, if not found by its name.
+    """
 
     device: Literal["cpu", "cuda"] = "cpu"
+    transport: Literal["distributed", "in-process"] = "distributed"
     pin_cores: bool = False
     nodes: Count = 1
     node_rank: int = Field(default=0, ge=0)
@@ -235,9 +244,43 @@ class Launch(Section):
     def _one_of_the_nodes(self) -> Launch:
         if self.node_rank >= self.nodes:
             raise ValueError(f"node_rank is {self.node_rank}, but must be below nodes {self.nodes}")
+        if self.transport == "in-process" and self.nodes > 1:
+            raise ValueError(
+                f'transport "in-process" is one process, but nodes is {self.nodes}: set nodes to 1'
+            )
         if self.port == 0 and (self.nodes > 1 or self.rendezvous == "static"):
             raise ValueError("port is 0 (any), but several nodes, or static ones, need a fixed one")
         return self
+
+
+class Plateau(Section):
+    """``patience`` evaluations in a row without an accuracy ``min_delta`` above the best before."""
+
+    patience: Count
+    min_delta: float = Field(default=0.0, ge=0, le=1)
+
+
+class Switch(Section):
+    """The system and plan that take over in the course of a run, on the same ranks: after
+    ``epoch`` epochs, or when the validation accuracy has reached a ``plateau``."""
+
+    epoch: int | None = None
+    plateau: Plateau | None = None
+    system: System
+    plan: Plan
+
+    @model_validator(mode="after")
+    def _one_moment(self) -> Switch:
+        if (self.epoch is None) == (self.plateau is None):
+            raise ValueError(
+                "needs either an epoch, or a plateau = { patience = … }, and not both, to say when"
+            )
+        return self
+
+    @property
+    def moment(self) -> str:
+        """In short, for a label."""
+        return "plateau" if self.epoch is None else str(self.epoch)
 
 
 class Tracking(Section):
@@ -291,6 +334,7 @@ class Config(Section):
     launch: Launch = Launch()
     tracking: Tracking = Tracking()
     bench: Bench | None = None
+    switch: Switch | None = None
 
     @property
     def kind(self) -> Literal["train", "bench"]:
@@ -304,7 +348,36 @@ class Config(Section):
             )
         if self.bench is not None and self.train.seeds is not None:
             raise ValueError("train.seeds is for training runs: a benchmark has one train.seed")
+        if self.bench is not None and self.launch.transport == "in-process":
+            raise ValueError(
+                'launch.transport is "in-process", in which ranks take turns: a [bench] measures '
+                'time, so set it to "distributed"'
+            )
         return self
+
+    @model_validator(mode="after")
+    def _in_the_course_of_training(self) -> Config:
+        if self.bench is not None and (self.switch is not None or self.train.start_from):
+            raise ValueError(
+                "[switch] and train.start_from are for training runs, and this is a [bench]: leave "
+                "them out"
+            )
+        epoch = None if self.switch is None else self.switch.epoch
+        if epoch is not None and not 1 <= epoch < self.train.epochs:
+            limit = f"1 … {self.train.epochs - 1}" if self.train.epochs > 1 else "below the epochs"
+            raise ValueError(
+                f"switch.epoch is {epoch}, but must be {limit}, as train.epochs is "
+                f"{self.train.epochs}: choose an earlier epoch, or train for longer"
+            )
+        return self
+
+    @property
+    def label(self) -> str:
+        """What a training run runs, in short: "dapple", or "dp → dapple@3"."""
+        assert self.system is not None
+        if self.switch is None:
+            return self.system.name
+        return f"{self.system.name} → {self.switch.system.name}@{self.switch.moment}"
 
     def contenders(self) -> tuple[Contender, ...]:
         """What runs: the benchmark's contenders, or the one system."""

@@ -39,6 +39,9 @@ def config_hash(config: Config) -> str:
         node.pop(last, None)
     if config.system is not None:
         document["system"]["options"] = _options(config.system.name, config.system.options)
+    if config.switch is not None:
+        then = config.switch.system
+        document["switch"]["system"]["options"] = _options(then.name, then.options)
     if config.bench is not None:
         # A contender's plan is the benchmark's with its changes, however they are written down.
         document.pop("plan")
@@ -60,11 +63,14 @@ def _options(system: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_id(config: Config) -> str:
-    """E.g. "digits-dapple-s0-1f3a5c7e", or "random-bench-s0-…" for a benchmark.
+    """E.g. "digits-dapple-s0-1f3a5c7e", "digits-dp-dapple-s0-…" with a switch, or
+    "random-bench-s0-…" for a benchmark.
 
     The readable part repeats what is hashed, so that another name of the same run stays the same.
     """
     what = config.system.name if config.system is not None else "bench"
+    if config.switch is not None:
+        what += f"-{config.switch.system.name}"
     return f"{config.data.set}-{what}-s{config.train.seed}-{config_hash(config)[:8]}"
 
 

@@ -33,11 +33,11 @@ def rank_command(run_dir: Path) -> tuple[str, ...]:
     return (sys.executable, "-m", "runtimes.execution.rank", str(run_dir))
 
 
-def launch_spec(section: Launch, command: Sequence[str], world_size: int, run: str) -> LaunchSpec:
-    """What the agent of this node is to start: its share of ``world_size`` ranks."""
+def launch_spec(section: Launch, command: Sequence[str], processes: int, run: str) -> LaunchSpec:
+    """What the agent of this node is to start: its share of the job's processes."""
     return LaunchSpec(
         command=tuple(command),
-        ranks=world_size // section.nodes,
+        ranks=processes // section.nodes,
         # Ranks carry it in their environment, by which they are told from those of other launches.
         launch_id=f"{run}-{uuid.uuid4().hex[:12]}",
         nodes=section.nodes,

@@ -108,21 +108,39 @@ def _read(file: Path, below: tuple[Path, ...]) -> dict[str, Any]:
 
 def _check_systems(config: Config, file: str) -> None:
     # Imported here: schedules are pure Python, but the listing of configs needs none of them.
+    from runtimes.systems import PEERS
+
+    named = [(contender.system, contender.options) for contender in config.contenders()]
+    if config.switch is not None:
+        named.append((config.switch.system.name, config.switch.system.options))
+    for name, options in named:
+        _check_system(name, options, file)
+        if name in PEERS and config.launch.transport == "in-process":
+            raise UserError(
+                f"{file}: {name} is a peer, which takes a process for each rank, but "
+                'launch.transport is "in-process": set it to "distributed"'
+            )
+        if name in PEERS and config.switch is not None:
+            raise UserError(
+                f"{file}: {name} is a peer, and a [switch] is from one of ours to another: "
+                f"use {PEERS[name][1]}"
+            )
+
+
+def _check_system(name: str, options: Mapping[str, Any], file: str) -> None:
     from runtimes.systems import PEERS, SYSTEMS, get_system
 
-    for contender in config.contenders():
-        name = contender.system
-        if name in SYSTEMS:
-            try:
-                get_system(name, contender.options)
-            except ValueError as error:
-                raise UserError(f"{file}: {one_line(error)}") from None
-        elif name not in PEERS:
-            hint = did_you_mean(name, [*SYSTEMS, *PEERS])
-            raise UserError(f"{file}: unknown system {name!r}{hint}")
-        elif contender.options:
-            given = ", ".join(contender.options)
-            raise UserError(f"{file}: {name} is a peer without options, not {given}")
+    if name in SYSTEMS:
+        try:
+            get_system(name, options)
+        except ValueError as error:
+            raise UserError(f"{file}: {one_line(error)}") from None
+    elif name not in PEERS:
+        hint = did_you_mean(name, [*SYSTEMS, *PEERS])
+        raise UserError(f"{file}: unknown system {name!r}{hint}")
+    elif options:
+        given = ", ".join(options)
+        raise UserError(f"{file}: {name} is a peer without options, not {given}")
 
 
 def _in_words(error: ValidationError, file: str) -> str:

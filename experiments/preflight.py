@@ -62,37 +62,47 @@ def missing_hardware(config: Config, tasks: Sequence[Task], layers: Layers) -> s
             f"{world} ranks do not share out over launch.nodes = {config.launch.nodes}: "
             "every node runs equally many"
         )
-    needed = [[rank_bytes(config, task, layers, rank) for rank in range(world)] for task in tasks]
+    held = [[rank_bytes(config, task, layers, rank) for rank in range(world)] for task in tasks]
+    # All contenders of a benchmark are there at once; of two systems of one run, one at a time.
+    together = sum if config.switch is None else max
+    needed = [together(shares) for shares in zip(*held, strict=True)]
+    if config.launch.transport == "in-process":
+        here, needed = 1, [sum(needed)]
     if config.launch.device == "cpu":
-        reason = _missing_memory(here, needed, config.launch.nodes)
+        reason = _missing_memory(here, world, needed, config.launch.nodes)
     else:
         reason = _missing_accelerators(here, needed)
     return None if reason is None else f"{reason}: {_way_out(config)}"
 
 
-def _missing_memory(ranks: int, needed: Sequence[Sequence[int]], nodes: int) -> str | None:
-    # All contenders of a benchmark are there at once.
-    most = sum(map(sum, needed)) / nodes + ranks * PROCESS_BYTES
+def _missing_memory(processes: int, ranks: int, needed: Sequence[int], nodes: int) -> str | None:
+    """``needed``: bytes of each process, whatever its node; ``processes`` of them are here."""
+    most = sum(needed) / nodes + processes * PROCESS_BYTES
     free = psutil.virtual_memory().available
     if most <= free:
         return None
     return (
-        f"{ranks} ranks need at least {most / 1e9:.1f} GB of memory here for weights, gradients "
-        f"and optimizer state, and {free / 1e9:.1f} GB are free"
+        f"{ranks // nodes} ranks need at least {most / 1e9:.1f} GB of memory here for weights, "
+        f"gradients and optimizer state, and {free / 1e9:.1f} GB are free"
     )
 
 
-def _missing_accelerators(ranks: int, needed: Sequence[Sequence[int]]) -> str | None:
+def _missing_accelerators(processes: int, needed: Sequence[int]) -> str | None:
     import torch
 
     found = torch.cuda.device_count()
-    if found < ranks:
-        return f"{ranks} ranks need a CUDA device each, and this machine has {found or 'none'}"
-    memory = min(torch.cuda.get_device_properties(rank).total_memory for rank in range(ranks))
-    most = max(map(sum, zip(*needed, strict=True)))
+    if found < processes:
+        who = (
+            "1 process needs a CUDA device"
+            if processes == 1
+            else (f"{processes} ranks need a CUDA device each")
+        )
+        return f"{who}, and this machine has {found or 'none'}"
+    memory = min(torch.cuda.get_device_properties(rank).total_memory for rank in range(processes))
+    most = max(needed)
     if most > memory:
         return (
-            f"a rank needs at least {most / 1e9:.1f} GB for weights, gradients and optimizer "
+            f"a process needs at least {most / 1e9:.1f} GB for weights, gradients and optimizer "
             f"state, and a device here has {memory / 1e9:.1f} GB"
         )
     return None

@@ -87,7 +87,12 @@ def describe(event: Mapping[str, Any], *, epochs: int, rounds: int) -> str | Non
     if event["event"] == "evaluation":
         return f"epoch {event['epoch'] + 1}/{epochs}: accuracy {event['accuracy']:.1%}"
     if event["event"] == "segment" and event["kind"] == "train":
-        return f"update {event['last']}: {event['samples'] / event['wall_s']:.0f} images/s"
+        # Ranks that take turns in one process have no speed.
+        wall_s = event.get("wall_s")
+        speed = "" if wall_s is None else f": {event['samples'] / wall_s:.0f} images/s"
+        return f"update {event['last']}{speed}"
+    if event["event"] == "switch":
+        return f"update {event['step']}: {event['from']} → {event['to']}, {event['reason']}"
     if event["event"] == "round":
         speed = event["samples"] / event["wall_s"]
         return f"round {event['round'] + 1}/{rounds}: {event['task']} {speed:.1f} images/s"

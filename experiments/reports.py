@@ -41,11 +41,11 @@ def _outcome(result: Mapping[str, Any]) -> str:
     if result["kind"] == "bench":
         speeds = sorted(entry["images_per_s"] for entry in result["rounds"])
         return f"{speeds[len(speeds) // 2]:.1f} images/s, median of {len(speeds)} rounds"
-    accuracy, loss = result["accuracy"], result["final_loss"]
+    accuracy, loss, wall_s = result["accuracy"], result["final_loss"], result["train_wall_s"]
     parts = [
         "" if accuracy is None else f"accuracy {accuracy:.1%}",
         "" if loss is None else f"loss {loss:.4f}",
-        f"{result['train_wall_s']:.1f} s of training",
+        "" if wall_s is None else f"{wall_s:.1f} s of training",
     ]
     return ", ".join(filter(None, parts))
 

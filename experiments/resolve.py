@@ -19,6 +19,7 @@ from runtimes.job import (
     LearningRate,
     ModelSpec,
     OptimizerSpec,
+    SwitchSpec,
     Task,
 )
 from runtimes.peers import check_peer
@@ -130,11 +131,11 @@ def plan_of(section: PlanSection, layers: Layers, *, size: int, buckets: bool) -
     )
 
 
-def _task(config: Config, contender: Contender, layers: Layers) -> Task:
+def _task(config: Config, contender: Contender, section: PlanSection, layers: Layers) -> Task:
     name = contender.system
     system = get_system(name, contender.options) if name in SYSTEMS else None
     plan = plan_of(
-        config.plan.changed(contender.plan),
+        section,
         layers,
         size=parameter_bytes(config),
         buckets=system is not None and not system.blocking_reduce,
@@ -142,7 +143,7 @@ def _task(config: Config, contender: Contender, layers: Layers) -> Task:
     options = dict(contender.options)
     if name == "torch-ddp":
         # What dp may tune, its peer may too.
-        options |= {"bucket_mb": config.plan.changed(contender.plan).bucket_mb}
+        options |= {"bucket_mb": section.bucket_mb}
     task = Task(contender.label, name, plan, options)
     if system is not None:
         _prove(config, system, plan)
@@ -161,6 +162,8 @@ def _prove(config: Config, system: System, plan: Plan) -> None:
     full, rest = divmod(samples, size)
     # Enough for every stage to be in its steady state, and to drain.
     sizes = (size,) * min(full, 2 + 2 * plan.world_size) + ((rest,) if rest else ())
+    # Where the pipeline stays full, the next epoch's first batch follows on the smaller last one.
+    sizes *= 1 if system.drain == "epoch" else 2
     norm = config.train.optimizer.clip is not None and config.train.optimizer.clip_by == "global"
     for carried in range(system.carries + 1):
         program = system.program(plan, sizes, carried=carried, norm=norm)
@@ -182,29 +185,46 @@ def _check_whole_batches(config: Config) -> None:
 
 
 def tasks_of(config: Config, layers: Layers) -> tuple[Task, ...]:
-    """What each contender trains, or the one system; UserError for a plan it cannot run."""
+    """What each contender trains, or the one system and then the one that it switches to, if any;
+    UserError for a plan that it cannot run."""
     _check_whole_batches(config)
+    chosen = [(entry, config.plan.changed(entry.plan)) for entry in config.contenders()]
+    if config.switch is not None:
+        then = config.switch.system
+        entry = Contender(label=then.name, system=then.name, options=then.options)
+        chosen.append((entry, config.switch.plan))
     tasks = []
-    for contender in config.contenders():
+    for entry, section in chosen:
         try:
-            tasks.append(_task(config, contender, layers))
+            tasks.append(_task(config, entry, section, layers))
         except ValueError as error:
             raise UserError(f"{config.name}: {one_line(error)}") from None
-    sizes = {task.label: task.plan.world_size for task in tasks}
-    if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{label} {size}" for label, size in sizes.items())
-        raise UserError(
-            f"{config.name}: contenders share one launch and need equally many ranks, not {listed}"
-        )
+    sizes = [(task.label, task.plan.world_size) for task in tasks]
+    if len({size for _, size in sizes}) > 1:
+        listed = ", ".join(f"{label} {size}" for label, size in sizes)
+        who = "contenders share one launch" if config.switch is None else "both systems share ranks"
+        raise UserError(f"{config.name}: {who} and need equally many ranks, not {listed}")
     return tuple(tasks)
 
 
-def job_of(config: Config, tasks: tuple[Task, ...], data: DataSpec) -> Job:
-    """The job of the config: ``data`` are the directories that were prepared for it."""
+def _switch(config: Config, tasks: Sequence[Task]) -> SwitchSpec | None:
+    if config.switch is None:
+        return None
+    plateau = config.switch.plateau
+    if plateau is None:
+        return SwitchSpec(tasks[1], config.switch.epoch)
+    return SwitchSpec(tasks[1], patience=plateau.patience, min_delta=plateau.min_delta)
+
+
+def job_of(
+    config: Config, tasks: tuple[Task, ...], data: DataSpec, start_from: str | None = None
+) -> Job:
+    """The job of the config: ``tasks`` as of :func:`tasks_of`, ``data`` the directories that were
+    prepared for it, ``start_from`` that of the run whose checkpoint is the start."""
     train, rate, optimizer = config.train, config.train.learning_rate, config.train.optimizer
     bench = config.bench
     return Job(
-        tasks=tasks,
+        tasks=tasks if config.switch is None else tasks[:1],
         model=ModelSpec(config.model.name, config.model.args),
         data=DataSpec(
             data.train, data.validation, Augmentation(**config.data.augmentation.model_dump())
@@ -225,4 +245,7 @@ def job_of(config: Config, tasks: tuple[Task, ...], data: DataSpec) -> Job:
         bench=None
         if bench is None
         else BenchSpec(bench.rounds, bench.steps, bench.warmup_steps, bench.bound),
+        switch=_switch(config, tasks),
+        transport=config.launch.transport,
+        start_from=start_from,
     )

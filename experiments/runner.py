@@ -18,6 +18,7 @@ from experiments.errors import UserError, one_line
 from experiments.identity import run_id
 from experiments.launcher import launch, launch_spec, rank_command
 from experiments.loading import load
+from experiments.origin import origin_of
 from experiments.outcome import Outcome
 from experiments.preflight import check_checkpoint, check_launch, disk_bytes, missing_hardware
 from experiments.progress import EventTail, Progress, describe
@@ -66,7 +67,10 @@ def intent(prepared: Prepared, store: Store, *, fresh: bool) -> str:
     if prepared.missing is not None:
         return f"skip: {prepared.missing}"
     manifest = None if fresh else check_checkpoint(run)
-    return "run" if manifest is None else f"resume from update {manifest.step}"
+    if manifest is not None:
+        return f"resume from update {manifest.step}"
+    origin = origin_of(prepared.config, store)
+    return "run" if origin is None else f"start from update {origin.step} of {origin.path.name}"
 
 
 def execute(
@@ -156,8 +160,15 @@ def _attempt(
     config, progress = prepared.config, launching.progress
     check_launch(config)
     manifest = check_checkpoint(run)
+    # A run that has a checkpoint of its own does not need the other's any more.
+    origin = origin_of(config, store) if manifest is None else None
     store.check(disk_bytes(config, prepared.layers))
-    job = job_of(config, prepared.tasks, _data(config, store.root / "data"))
+    job = job_of(
+        config,
+        prepared.tasks,
+        _data(config, store.root / "data"),
+        None if origin is None else str(origin.path),
+    )
 
     found = environment()
     _describe(config, run, found)
@@ -165,21 +176,23 @@ def _attempt(
     run.cut_events(0 if manifest is None else manifest.events)
     run.forget_attempt()
     run.write_json("job.json", job.to_json())
-    run.append(
-        {
-            "event": "launch",
-            "t": time.time(),
-            "attempt": max(earlier, default=0) + 1,
-            "resumed_from": None if manifest is None else manifest.step,
-        }
-    )
+    start = {
+        "event": "launch",
+        "t": time.time(),
+        "attempt": max(earlier, default=0) + 1,
+        "resumed_from": None if manifest is None else manifest.step,
+    }
+    if origin is not None:
+        start["started_from"] = {"run": origin.path.name, "step": origin.step}
+    run.append(start)
     # A row from now on, whatever happens to this process.
     _records(config, run, found)
     how = "starting" if manifest is None else f"resuming from update {manifest.step}"
-    progress.update(config.name, f"{how}, {job.world_size} ranks, log in {run.path / 'log'}")
+    where = " in one process" if job.transport == "in-process" else ""
+    progress.update(config.name, f"{how}, {job.world_size} ranks{where}, log in {run.path / 'log'}")
     outcome = launch(
         run.path,
-        launch_spec(config.launch, rank_command(run.path), job.world_size, prepared.id),
+        launch_spec(config.launch, rank_command(run.path), job.processes, prepared.id),
         keep_open=(launching.lock.descriptor,),
         stop=launching.stop,
         watch=_watch(config, run, job, launching),

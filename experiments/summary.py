@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.config import Config, Contender
+from experiments.config import Config, Contender, Plan
 from experiments.identity import bench_of, config_hash, contender_id
 
 __all__ = ["FINISHED", "contender_events", "last_status", "record_ids", "summarise"]
@@ -43,25 +43,24 @@ def summarise(
     bench_id = bench_of(record)
     contender = record_ids(config, bench_id or record)[record]
     plan = config.plan.changed(contender.plan)
-    replicas = plan.replicas or (1,) * plan.stages
     end = events[-1] if last_status(events) != "unfinished" else {}
     result = {
         "schema": "pipebench.result/1",
         "id": record,
         "name": config.name,
         "kind": config.kind,
-        "system": contender.system,
-        "label": contender.label,
+        # Neither system alone: a run that switches is not to be taken for one that does not.
+        "system": contender.system if config.switch is None else config.label.partition("@")[0],
+        "label": contender.label if bench_id is not None else config.label,
         "seed": config.train.seed,
         "status": last_status(events),
         "error": end.get("error"),
         "evidence": environment["evidence"],
         "machine": environment["machine"],
-        "world_size": sum(replicas),
+        "transport": config.launch.transport,
+        "world_size": sum(_replicas(plan)),
         "batch_size": config.train.batch_size,
-        "micro_batches": plan.micro_batches,
-        "stages": plan.stages,
-        "replicas": max(replicas),
+        **_shape(plan),
         "config_hash": config_hash(config),
         "attempts": max(
             (event["attempt"] for event in events if event["event"] == "launch"), default=0
@@ -71,8 +70,26 @@ def summarise(
         if end.get(key) is not None:
             result[key] = end[key]
     if bench_id is None:
-        return result | _training(events)
+        return result | _switch(config, events) | _training(events)
     return result | {"bench_id": bench_id} | _benchmark(events)
+
+
+def _replicas(plan: Plan) -> tuple[int, ...]:
+    return plan.replicas or (1,) * plan.stages
+
+
+def _shape(plan: Plan) -> dict[str, int]:
+    replicas = max(_replicas(plan))
+    return {"micro_batches": plan.micro_batches, "stages": plan.stages, "replicas": replicas}
+
+
+def _switch(config: Config, events: Sequence[Event]) -> dict[str, Any]:
+    """What took over, and after which update; None if that has not happened."""
+    if config.switch is None:
+        return {}
+    steps = [event["step"] for event in events if event["event"] == "switch"]
+    then = {"system": config.switch.system.name, **_shape(config.switch.plan)}
+    return {"switch": then | {"step": steps[-1] if steps else None}}
 
 
 def _training(events: Sequence[Event]) -> dict[str, Any]:
@@ -81,7 +98,9 @@ def _training(events: Sequence[Event]) -> dict[str, Any]:
     segments = [
         event for event in events if event["event"] == "segment" and event["kind"] == "train"
     ]
-    wall = sum(event["wall_s"] for event in segments)
+    # Ranks that take turns in one process have no time.
+    walls = [event["wall_s"] for event in segments if "wall_s" in event]
+    wall = sum(walls) if len(walls) == len(segments) else None
     samples = sum(event["samples"] for event in segments)
     return {
         "final_loss": _number(steps[-1]["loss"]) if steps else None,

@@ -64,6 +64,8 @@ def _point(event: Event) -> tuple[int, dict[str, float]]:
         values = {"train/loss": loss, "train/lr": event["lr"], "epoch": event["epoch"]}
         return event["step"] + 1, values
     if kind == "segment" and event["kind"] == "train":
+        if "wall_s" not in event:  # Ranks that take turns in one process have no speed.
+            return event["last"], {}
         throughput = {"train/images_per_s": event["samples"] / event["wall_s"]}
         return event["last"], throughput | _times("time", event["ranks"])
     if kind == "evaluation":

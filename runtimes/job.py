@@ -22,10 +22,13 @@ __all__ = [
     "ModelSpec",
     "OptimizerSpec",
     "Precision",
+    "SwitchSpec",
     "Task",
+    "Transport",
 ]
 
 Precision = Literal["float32", "tf32", "bf16", "float64"]
+Transport = Literal["distributed", "in-process"]
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,28 @@ class Task:
 
 
 @dataclass(frozen=True)
+class SwitchSpec:
+    """Another system and plan, for the same ranks, in the course of a training run.
+
+    It takes over after ``epoch`` epochs, or, if ``patience`` is set instead, at the first drain by
+    which ``patience`` evaluations in a row have not been ``min_delta`` better in accuracy than the
+    best before them.
+    """
+
+    task: Task
+    epoch: int | None = None
+    patience: int | None = None
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        if (self.epoch is None) == (self.patience is None):
+            raise ValueError(
+                f"a switch is due after an epoch ({self.epoch}) or at a plateau (patience "
+                f"{self.patience}): set one of them"
+            )
+
+
+@dataclass(frozen=True)
 class BenchSpec:
     """``rounds`` interleaved rounds; in each, every task trains ``steps`` batches, timed."""
 
@@ -114,7 +139,11 @@ class BenchSpec:
 
 @dataclass(frozen=True)
 class Job:
-    """``bench`` is None for a training run, which has exactly one task."""
+    """``bench`` is None for a training run, which has exactly one task, to begin with.
+
+    ``transport``: a process for each rank, or "in-process", all ranks in one.  ``start_from`` is
+    the directory of another run, whose last checkpoint is this run's start.
+    """
 
     tasks: tuple[Task, ...]
     model: ModelSpec
@@ -133,19 +162,36 @@ class Job:
     action_timeout_s: float = 300.0
     pin_cores: bool = False
     bench: BenchSpec | None = None
+    switch: SwitchSpec | None = None
+    transport: Transport = "distributed"
+    start_from: str | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch_size is {self.batch_size}, but must be at least 1")
         if not self.tasks or (self.bench is None and len(self.tasks) != 1):
             raise ValueError(f"a training job has one task, a benchmark one or more: {self.tasks}")
-        sizes = {task.plan.world_size for task in self.tasks}
+        if self.bench is not None and (self.switch is not None or self.transport == "in-process"):
+            raise ValueError("a benchmark has a process for each rank, and switches to nothing")
+        tasks = [*self.tasks, *([self.switch.task] if self.switch is not None else [])]
+        sizes = {task.plan.world_size for task in tasks}
         if len(sizes) != 1:
             raise ValueError(f"the tasks of one job need equally many ranks, not {sorted(sizes)}")
+        epoch = None if self.switch is None else self.switch.epoch
+        if epoch is not None and not 1 <= epoch < self.epochs:
+            raise ValueError(
+                f"the switch is after epoch {epoch}, but must be after 1 … {self.epochs - 1} of "
+                f"the {self.epochs} epochs"
+            )
 
     @property
     def world_size(self) -> int:
         return self.tasks[0].plan.world_size
+
+    @property
+    def processes(self) -> int:
+        """How many processes run its ranks."""
+        return 1 if self.transport == "in-process" else self.world_size
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": "pipebench.job/1", **asdict(self)}
@@ -156,10 +202,7 @@ class Job:
         schema = values.pop("schema", None)
         if schema != "pipebench.job/1":
             raise ValueError(f"not a job of schema pipebench.job/1: {schema!r}")
-        values["tasks"] = tuple(
-            Task(task["label"], task["system"], Plan.from_json(task["plan"]), task["options"])
-            for task in values["tasks"]
-        )
+        values["tasks"] = tuple(_task(task) for task in values["tasks"])
         data = values["data"]
         values["data"] = DataSpec(
             data["train"], data["validation"], Augmentation(**data["augmentation"])
@@ -171,6 +214,9 @@ class Job:
         values["learning_rate"] = replace(rate, milestones=tuple(rate.milestones))
         if values["bench"] is not None:
             values["bench"] = BenchSpec(**values["bench"])
+        if values["switch"] is not None:
+            switch = values["switch"]
+            values["switch"] = SwitchSpec(**{**switch, "task": _task(switch["task"])})
         return cls(**values)
 
     def save(self, path: Path) -> None:
@@ -179,3 +225,8 @@ class Job:
     @classmethod
     def load(cls, path: Path) -> Job:
         return cls.from_json(json.loads(path.read_text()))
+
+
+def _task(document: Mapping[str, Any]) -> Task:
+    plan = Plan.from_json(document["plan"])
+    return Task(document["label"], document["system"], plan, document["options"])

@@ -198,6 +198,27 @@ def test_settings_exist(page: Path) -> None:
             load(trains, [setting])
 
 
+def test_shown_sections_are_what_a_config_may_say(tmp_path: Path) -> None:
+    """Each TOML block, on top of a config that trains."""
+    from experiments.loading import load
+    from experiments.paths import CONFIGS
+    from experiments.resolve import layers_of, tasks_of
+
+    whole = (CONFIGS / "smoke/base-digits.toml").read_text()
+    whole += '\n[system]\nname = "dp"\n[plan]\nreplicas = [2]\n'
+    blocks = [
+        body
+        for page in PAGES
+        for name, body, _ in FENCE.findall(page.read_text())
+        if name == "toml"
+    ]
+    assert blocks
+    for body in blocks:
+        (file := tmp_path / "shown.toml").write_text(whole + body)
+        config = load(str(file))
+        assert tasks_of(config, layers_of(config))
+
+
 # ---- links, paths, names -----------------------------------------------------------------------
 
 

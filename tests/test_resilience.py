@@ -51,6 +51,15 @@ lr = 0.1
 momentum = 0.9
 """  # fmt: skip
 
+IN_PROCESS = """
+[launch]
+transport = "in-process"
+[switch]
+epoch = 4
+system = { name = "gpipe" }
+plan = { stages = 2, micro_batches = 2 }
+"""
+
 
 class Bench:
     """One results directory, and the command line on it."""
@@ -181,6 +190,29 @@ def test_after_any_death_the_run_resumes_and_ends_as_if_undisturbed(
     assert again == 0
     assert same == result
     assert bench.events() == events, "a finished run is not repeated"
+
+
+@pytest.mark.launcher
+@pytest.mark.timeout(200)
+def test_ranks_in_one_process_resume_too_and_end_under_the_other_system(
+    undisturbed: tuple[Bench, Path], tmp_path: Path
+) -> None:
+    """One virtual pipeline, gpipe from epoch 4 on, learns what two processes under dapple did."""
+    reference, data = undisturbed
+    bench = Bench(tmp_path / "virtual", data)
+    bench.config.write_text(CONFIG + IN_PROCESS)
+    seconds, err = disturb(bench, kill_rank)
+    assert seconds < 30
+    assert "rank 0 was killed by SIGKILL" in err
+    code, result, err = bench.run()
+    assert (code, result["status"], result["attempts"]) == (0, "ok", 2), err
+    assert (result["label"], result["train_wall_s"]) == ("dapple → gpipe@4", None)
+    assert result["switch"]["step"] == result["steps"] / 2
+    losses, expected = (
+        [event["loss"] for event in run.events() if event["event"] == "step"]
+        for run in (bench, reference)
+    )
+    assert losses == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.launcher

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from runtimes.execution.engine import Engine, Feed, Segment, SegmentReport
 from runtimes.execution.events import EventLog
 from runtimes.execution.rehearsal import Rehearsal, Slice
-from runtimes.execution.training import gather, rank_entries
+from runtimes.execution.team import gather
+from runtimes.execution.training import rank_entries
 from runtimes.job import Job, Task
 from runtimes.systems import schedule_of
 

@@ -1,50 +1,50 @@
 """Checkpoints at a drain: keyed by the parameter's name in the whole model, so that any plan can
 start from any other's.
 
-Each rank writes what it owns; the manifest is renamed into place last, by rank 0, so a checkpoint
-exists whole or not at all.
+Each process writes what its ranks own; the manifest is renamed into place last, by the first, so a
+checkpoint exists whole or not at all.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from runtimes.execution.team import Team
 from runtimes.manifest import Manifest, read_manifest, write_manifest
 
 __all__ = ["load_state", "save_state"]
 
 
-def save_state(run_dir: Path, step: int, state: Mapping[str, Any], events: int) -> None:
-    """Store every rank's share of the state after ``step`` updates; called by all ranks.
+def save_state(run_dir: Path, step: int, team: Team, events: int) -> None:
+    """Store the state after ``step`` updates, each process its ranks' share; all call it.
 
-    ``events`` is rank 0's count of event lines that are durable together with this checkpoint.
+    ``events`` is the first process's count of event lines that are durable together with this
+    checkpoint.
     """
-    rank = dist.get_rank()
+    state = team.state()
     directory = run_dir / "checkpoint" / str(step)
     directory.mkdir(parents=True, exist_ok=True)
     written: tuple[str, int] | None = None
     if state["weights"]:
-        path = directory / f"rank{rank}.pt"
+        path = directory / f"rank{team.process}.pt"
         with path.open("wb") as file:
             torch.save(dict(state), file)
             file.flush()
             os.fsync(file.fileno())
         written = (path.name, path.stat().st_size)
-    files: list[tuple[str, int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(files, written)
-    if rank == 0:
+    files = team.gather(written)
+    if team.process == 0:
         write_manifest(run_dir, Manifest(step, events, dict(f for f in files if f)))
         for old in (run_dir / "checkpoint").iterdir():
             if old.is_dir() and old.name != str(step):
                 shutil.rmtree(old)
-    dist.barrier()
+    # Nobody goes on before the checkpoint is there.
+    team.gather(None)
 
 
 def load_state(run_dir: Path) -> tuple[int, dict[str, Any]] | None:

@@ -271,6 +271,12 @@ class _End:
         unused = any(link.posted for link in self._links.values())
         assert not unused, "receives were posted that nothing used"
 
+    def leave(self) -> None:
+        """Every rank leaves at the same place: then no message is under way in any group."""
+        dist.barrier()
+        for group in (*self.groups.values(), *self.replicas.values()):
+            dist.destroy_process_group(group)
+
 
 def clock_offsets(device: torch.device) -> list[int]:
     """Nanoseconds to add to each rank's perf_counter to read this rank's.
@@ -377,3 +383,6 @@ class DistributedEngine:
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
         self.worker.load(state)
+
+    def close(self) -> None:
+        self.end.leave()

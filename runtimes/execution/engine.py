@@ -76,3 +76,6 @@ class Engine(Protocol):
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
         """Take over what this rank needs of a merged state, at update ``step``."""
+
+    def close(self) -> None:
+        """The run goes on without this engine: give back what its transport holds."""

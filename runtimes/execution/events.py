@@ -34,6 +34,12 @@ class EventLog:
             with self._path.open("rb") as file:
                 self.lines = sum(1 for _ in file)
 
+    def events(self) -> list[dict[str, Any]]:
+        """What has been recorded so far."""
+        if not self._path.exists():
+            return []
+        return [json.loads(line) for line in self._path.read_text().splitlines()]
+
     def write(self, events: Iterable[Mapping[str, Any]]) -> None:
         text = [json.dumps(event, allow_nan=False) + "\n" for event in events]
         with self._path.open("a") as file:

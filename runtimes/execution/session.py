@@ -1,4 +1,4 @@
-"""What one rank does from its process group to its exit code."""
+"""What a process of a run does from its process group to its exit code: one rank, or all."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from runtimes.execution.benchmark import run_benchmark
 from runtimes.execution.distributed import ActionTimeoutError, DistributedEngine
 from runtimes.execution.engine import Engine
 from runtimes.execution.feed import ArrayFeed
+from runtimes.execution.inprocess import InProcess
 from runtimes.execution.precision import dtype_of, set_multiplication
 from runtimes.execution.rehearsal import rehearsals
 from runtimes.execution.status import (
@@ -23,6 +24,7 @@ from runtimes.execution.status import (
     EXIT_TIMEOUT,
     StatusFile,
 )
+from runtimes.execution.team import DistributedTeam, InProcessTeam, Team
 from runtimes.execution.training import DivergedError, run_training
 from runtimes.job import Augmentation, Job, Task
 from runtimes.manifest import write_json
@@ -73,25 +75,46 @@ def _run(job: Job, run_dir: Path, rank: int, status: StatusFile) -> None:
     device = torch.device(job.device)
     if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    if job.transport == "in-process":
+        _train(job, run_dir, build_stack(job.model), rank, status)
+        status.note("end")
+        return
     dist.init_process_group(
         dist.get_default_backend_for_device(device.type),
         timeout=timedelta(seconds=job.action_timeout_s),
     )
     stack = build_stack(job.model)
-    feed = _feed(job, job.data.train, job.batch_size, job.data.augmentation, shuffle=True)
-    status.note("building the engines")
-    engines = [_engine(job, task, stack, feed, rank, status) for task in job.tasks]
-    if job.bench is not None:
+    if job.bench is None:
+        _train(job, run_dir, stack, rank, status)
+    else:
+        feed = _training_feed(job)
+        status.note("building the engines")
+        engines = [_engine(job, task, stack, feed, rank, status) for task in job.tasks]
         slices = rehearsals(job, stack, feed, rank)
         run_benchmark(engines, job, run_dir, feed, slices, status.note)
-    else:
-        validation = _feed(
-            job, job.data.validation, job.evaluation_batch_size, Augmentation(), shuffle=False
-        )
-        run_training(engines[0], job, run_dir, feed, validation, status.note)
     status.note("end")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _train(job: Job, run_dir: Path, stack: LayerStack, rank: int, status: StatusFile) -> None:
+    feed = _training_feed(job)
+    validation = _feed(
+        job, job.data.validation, job.evaluation_batch_size, Augmentation(), shuffle=False
+    )
+
+    def build(task: Task) -> Team:
+        status.note(f"building the engine of {task.system}")
+        if job.transport == "in-process":
+            return InProcessTeam(InProcess(job, task, stack, feed, before=status.note))
+        engine = _engine(job, task, stack, feed, rank, status)
+        return DistributedTeam(engine, task.plan, stack, rank, job.device)
+
+    run_training(build, job, run_dir, feed, validation, status.note)
+
+
+def _training_feed(job: Job) -> ArrayFeed:
+    return _feed(job, job.data.train, job.batch_size, job.data.augmentation, shuffle=True)
 
 
 def _feed(

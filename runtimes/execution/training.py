@@ -1,99 +1,161 @@
-"""A training run: segments between drains, with evaluations and checkpoints at the drains."""
+"""A training run: segments between drains; evaluations, checkpoints and the switch at drains."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from runtimes.execution.checkpoint import load_state, save_state
-from runtimes.execution.engine import Accuracy, Engine, Feed, Segment, SegmentReport
+from runtimes.execution.engine import Feed, Segment, SegmentReport
 from runtimes.execution.events import EventLog
 from runtimes.execution.optimizer import learning_rate
-from runtimes.job import Job
+from runtimes.execution.switching import switch_reason
+from runtimes.execution.team import Team
+from runtimes.job import Job, Task
 from runtimes.plan import Plan
+from runtimes.systems import SYSTEMS, get_system
 
-__all__ = ["DivergedError", "gather", "rank_entries", "run_training"]
+__all__ = ["DivergedError", "rank_entries", "run_training"]
 
 
 class DivergedError(RuntimeError):
     """A loss is not finite any more."""
 
 
-def gather(value: Any) -> list[Any]:
-    """Every rank's value, in the order of ranks; a collective, outside timed regions."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def rank_entries(plan: Plan, reports: list[SegmentReport]) -> list[dict[str, Any]]:
-    """The "ranks" of a segment or round event."""
+def rank_entries(
+    plan: Plan, reports: Sequence[SegmentReport], *, timed: bool = True
+) -> list[dict[str, Any]]:
+    """The "ranks" of a segment or round event; ``timed``: with the parts of their wall time."""
     entries = []
     for rank, report in enumerate(reports):
         stage, replica = plan.place(rank)
         place = {"rank": rank, "stage": stage, "replica": replica}
+        times = {"wall": report.wall_s} | report.breakdown if timed else {}
         live = {
             "live_versions": report.live_versions,
             "peak_in_flight": report.peak_in_flight,
         }
-        entries.append(place | {"wall": report.wall_s} | report.breakdown | live)
+        entries.append(place | times | live)
     return entries
 
 
+@dataclass(frozen=True)
+class _Start:
+    """Where a run begins, or goes on: ``step`` updates are done, ``state`` is None for none.
+
+    ``accuracies``: of the evaluations so far; ``switched``: the switch has been made.
+    """
+
+    step: int
+    state: Mapping[str, Any] | None
+    accuracies: list[float]
+    switched: bool
+
+
+def _start(job: Job, run_dir: Path, log: EventLog) -> _Start:
+    """From this run's latest checkpoint, or else the one of the run that it starts from.
+
+    What was decided before is read from the record, so that a resumed run decides no differently.
+    """
+    found = load_state(run_dir)
+    if found is None and job.start_from is not None:
+        found = load_state(Path(job.start_from))
+        if found is None:
+            raise ValueError(f"there is no checkpoint in {job.start_from} to start from")
+        return _Start(*found, accuracies=[], switched=False)
+    if found is None:
+        return _Start(0, None, [], False)
+    past = [event for event in log.events() if event.get("step", 0) <= found[0]]
+    accuracies = [event["accuracy"] for event in past if event["event"] == "evaluation"]
+    return _Start(*found, accuracies, any(event["event"] == "switch" for event in past))
+
+
 def run_training(
-    engine: Engine,
+    build: Callable[[Task], Team],
     job: Job,
     run_dir: Path,
     feed: Feed,
     validation: Feed,
     note: Callable[[str], None],
 ) -> None:
-    """Train from the latest checkpoint (or step 0) to the last epoch; every rank calls it."""
+    """Train from the latest checkpoint (or the start) to the last epoch; every process calls it.
+
+    ``build`` makes the team of a task: of the job's, or of the one that it switches to.
+    """
     log = EventLog(run_dir)
-    first = 0
-    found = load_state(run_dir)
-    if found is not None:
-        first, state = found
-        engine.load(state, first)
     per_epoch = len(feed.batch_sizes(0))
-    for epoch in range(first // per_epoch, job.epochs):
-        sizes = feed.batch_sizes(epoch)
-        begin = epoch * per_epoch
-        reports = gather(engine.train(Segment(begin, sizes)))
-        last = epoch + 1 == job.epochs
-        done = begin + len(sizes)
-        losses = _losses(reports, begin, len(sizes))
-        events = _segment_events(job, epoch, begin, sizes, losses, reports)
-        if dist.get_rank() == 0:
-            log.write(events)
+    start = _start(job, run_dir, log)
+    epoch, rest = divmod(start.step, per_epoch)
+    if rest:
+        raise ValueError(
+            f"the checkpoint's {start.step} updates are no whole number of epochs of {per_epoch}"
+        )
+    switch, accuracies = (None if start.switched else job.switch), start.accuracies
+    task = job.switch.task if job.switch is not None and start.switched else job.tasks[0]
+    team = build(task)
+    if start.state is not None:
+        team.load(start.state, start.step)
+    del start  # Its tensors are loaded.
+    while epoch < job.epochs:
+        first, epoch = epoch, _next_drain(job, task, epoch)
+        done = epoch * per_epoch
+        sizes = [size for number in range(first, epoch) for size in feed.batch_sizes(number)]
+        segment = Segment(first * per_epoch, tuple(sizes))
+        reports = team.train(segment)
+        losses = _losses(reports, segment)
+        _record(team, log, _segment_events(job, team, segment, per_epoch, losses, reports))
         _check_finite(losses)
-        if last or (epoch + 1) % job.evaluate_every == 0:
+        if _due(job, epoch, job.evaluate_every):
             note("evaluation")
-            event = _evaluate(engine, job, validation) | {"step": done, "epoch": epoch}
-            if dist.get_rank() == 0:
-                log.write([event])
-            if isinstance(event["loss"], str):
-                raise DivergedError(
-                    f"the validation loss after {done} updates is {event['loss']}: "
-                    "lower the learning rate"
-                )
-        if last or (epoch + 1) % job.checkpoint_every == 0:
+            event = _evaluate(team, job, validation) | {"step": done, "epoch": epoch - 1}
+            _record(team, log, [event])
+            _check_evaluation(event)
+            accuracies.append(event["accuracy"])
+        reason = switch_reason(switch, epoch, accuracies) if switch and epoch < job.epochs else None
+        if switch is not None and reason is not None:
+            note("switch")
+            names = {"from": task.system, "to": switch.task.system}
+            _record(team, log, [{"event": "switch", "step": done, **names, "reason": reason}])
+            state, task, switch = team.hand_over(switch.task.plan), switch.task, None
+            del team  # Its memory is free before the next one takes as much.
+            team = build(task)
+            team.load(state, done)
+            del state
+        if _due(job, epoch, job.checkpoint_every):
             note("checkpoint")
-            if dist.get_rank() == 0:
-                log.write([{"event": "checkpoint", "step": done}])
-            save_state(run_dir, done, engine.state(), log.lines)
+            _record(team, log, [{"event": "checkpoint", "step": done}])
+            save_state(run_dir, done, team, log.lines)
 
 
-def _losses(reports: list[SegmentReport], first: int, count: int) -> dict[int, float]:
-    steps = range(first, first + count)
+def _due(job: Job, epoch: int, every: int) -> bool:
+    return epoch % every == 0 or epoch == job.epochs
+
+
+def _next_drain(job: Job, task: Task, epoch: int) -> int:
+    """How many epochs are done at the end of the segment that begins after ``epoch`` of them."""
+    if task.system not in SYSTEMS or get_system(task.system, task.options).drain == "epoch":
+        return epoch + 1
+    switch = None if job.switch is None else job.switch.epoch
+    for end in range(epoch + 1, job.epochs):
+        if end % job.evaluate_every == 0 or end % job.checkpoint_every == 0 or end == switch:
+            return end
+    return job.epochs
+
+
+def _record(team: Team, log: EventLog, events: Sequence[Mapping[str, Any]]) -> None:
+    if team.process == 0:
+        log.write(events)
+
+
+def _losses(reports: Sequence[SegmentReport], segment: Segment) -> dict[int, float]:
+    steps = range(segment.first, segment.first + len(segment.batches))
     return {step: sum(report.losses.get(step, 0.0) for report in reports) for step in steps}
 
 
-def _check_finite(losses: dict[int, float]) -> None:
+def _check_finite(losses: Mapping[int, float]) -> None:
     for step, loss in losses.items():
         if not math.isfinite(loss):
             raise DivergedError(f"the loss of step {step} is {loss}: lower the learning rate")
@@ -101,35 +163,36 @@ def _check_finite(losses: dict[int, float]) -> None:
 
 def _segment_events(
     job: Job,
-    epoch: int,
-    first: int,
-    sizes: tuple[int, ...],
-    losses: dict[int, float],
-    reports: list[SegmentReport],
+    team: Team,
+    segment: Segment,
+    per_epoch: int,
+    losses: Mapping[int, float],
+    reports: Sequence[SegmentReport],
 ) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
-    for index, size in enumerate(sizes):
-        step = first + index
-        rate = learning_rate(job.optimizer, job.learning_rate, step, len(sizes), job.epochs)
+    for step, size in enumerate(segment.batches, segment.first):
+        rate = learning_rate(job.optimizer, job.learning_rate, step, per_epoch, job.epochs)
         events.append(
             {
                 "event": "step",
                 "step": step,
-                "epoch": epoch,
+                "epoch": step // per_epoch,
                 "loss": _strict(losses[step]),
                 "lr": rate,
                 "samples": size,
             }
         )
+    # Ranks that take turns in one process have no time worth a record.
+    wall = {"wall_s": max(report.wall_s for report in reports)} if team.timed else {}
     events.append(
         {
             "event": "segment",
             "kind": "train",
-            "first": first,
-            "last": first + len(sizes),
-            "wall_s": max(report.wall_s for report in reports),
-            "samples": sum(sizes),
-            "ranks": rank_entries(job.tasks[0].plan, reports),
+            "first": segment.first,
+            "last": segment.first + len(segment.batches),
+            **wall,
+            "samples": sum(segment.batches),
+            "ranks": rank_entries(team.plan, reports, timed=team.timed),
         }
     )
     return events
@@ -140,9 +203,9 @@ def _strict(loss: float) -> float | str:
     return loss if math.isfinite(loss) else str(loss)
 
 
-def _evaluate(engine: Engine, job: Job, validation: Feed) -> dict[str, Any]:
+def _evaluate(team: Team, job: Job, validation: Feed) -> dict[str, Any]:
     samples = sum(validation.batch_sizes(0))
-    shares: list[Accuracy] = gather(engine.evaluate(validation, samples, job.evaluation_batch_size))
+    shares = team.evaluate(validation, samples, job.evaluation_batch_size)
     counted = sum(share.samples for share in shares)
     if counted != samples:
         raise RuntimeError(f"evaluated {counted} of {samples} samples")
@@ -152,3 +215,11 @@ def _evaluate(engine: Engine, job: Job, validation: Feed) -> dict[str, Any]:
         "loss": _strict(sum(share.loss_sum for share in shares) / samples),
         "samples": samples,
     }
+
+
+def _check_evaluation(event: Mapping[str, Any]) -> None:
+    if isinstance(event["loss"], str):
+        raise DivergedError(
+            f"the validation loss after {event['step']} updates is {event['loss']}: "
+            "lower the learning rate"
+        )

@@ -17,7 +17,7 @@ from runtimes.job import ModelSpec
 from runtimes.model.keyed import RandomKey
 from runtimes.model.layer import Layer, refuse_shared, reset_parameters
 from runtimes.model.randomness import key_randomness, refuse_randomness, trial_output
-from runtimes.model.skeleton import meta_copy, refuse_unregistered
+from runtimes.model.skeleton import meta_copy, refuse_unregistered, tensor_names
 from runtimes.model.stage import Stage
 from runtimes.model.vit import vision_transformer_layers
 
@@ -70,6 +70,15 @@ class LayerStack:
         return tuple(
             sum(parameter.numel() for parameter in layer.module.parameters())
             for layer in self.layers
+        )
+
+    def tensor_names(self, first: int, last: int) -> frozenset[str]:
+        """Names of the parameters and buffers of layers [first, last) in the whole model."""
+        self._check(first, last)
+        return frozenset(
+            layer.prefix + name
+            for layer in self.layers[first:last]
+            for name in tensor_names(layer.module)
         )
 
     def output_shapes(

@@ -115,3 +115,6 @@ class DdpEngine:
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
         self._copy.load(state)
+
+    def close(self) -> None:
+        """It has no process group of its own."""

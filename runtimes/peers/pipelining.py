@@ -215,3 +215,6 @@ class PipeliningEngine:
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
         self._copy.load(state)
+
+    def close(self) -> None:
+        """It has no process group of its own."""

@@ -98,6 +98,40 @@ def test_settings_are_never_averaged(results: Results) -> None:
     assert "dp (overlap = false)" in {row["system"] for row in rows(results)}
 
 
+def test_ranks_in_one_process_count_for_accuracy_and_say_so(results: Results) -> None:
+    results.train("dp", accuracy=0.9)
+    results.train("dp", accuracy=0.8, transport="in-process", identity="one-process")
+    assert {row["system"]: row["accuracy_mean_fraction"] for row in rows(results)} == {
+        "dp": 0.9,
+        "dp (in-process)": 0.8,
+    }
+
+
+def test_a_run_that_switches_is_no_reference(results: Results) -> None:
+    results.train("dp → gpipe", losses=[2.0, 1.0, 1.0], label="dp → gpipe@3")
+    assert not agreement(results).agrees, "there is no dp to compare it with"
+    results.train("dp", losses=[2.0, 1.0, 1.0])
+    assert (agreement(results).shown, agreement(results).difference) == ("dp → gpipe@3", 0.0)
+
+
+def test_the_options_of_a_switch_are_told(results: Results) -> None:
+    path = results.train("dp → gpipe", label="dp → gpipe@3", options="overlap = false")
+    switch = "[switch]\nepoch = 3\n[switch.system]\noptions = { policy = 'B' }\n"
+    (path / "config.toml").write_text((path / "config.toml").read_text() + switch)
+    (row,) = rows(results)
+    assert row["system"] == 'dp → gpipe@3 (policy = "B", overlap = false)'
+
+
+def test_a_run_that_starts_from_another_is_a_task_of_its_own(results: Results) -> None:
+    results.train("dp", losses=[2.0, 1.0, 1.0])
+    path = results.train("gpipe", losses=[0.2, 0.1, 0.1])
+    config = (path / "config.toml").read_text()
+    config = config.replace("[train]", '[train]\nstart_from = "digits-dp-s0"')
+    (path / "config.toml").write_text(config)
+    assert len({row["regime"] for row in rows(results)}) == 2
+    assert agreement(results).compared == 0
+
+
 def test_where_the_data_lie_is_no_setting(results: Results) -> None:
     results.train("dp", seed=0, accuracy=0.9, root="/a")
     results.train("dp", seed=1, accuracy=0.8, root="/b")

@@ -121,6 +121,32 @@ def test_a_run_without_a_result_is_unfinished(results: Results) -> None:
     assert (record.stages, record.micro_batches, len(records.steps)) == (2, 4, 2)
 
 
+SWITCH = """
+[switch]
+epoch = 3
+[switch.system]
+name = "gpipe"
+[switch.plan]
+stages = 2
+micro_batches = 8
+"""
+
+
+def test_a_run_that_switches_has_two_plans_and_a_label(results: Results) -> None:
+    then = {"system": "gpipe", "stages": 2, "replicas": 1, "micro_batches": 8, "step": 9}
+    told = {"label": "dp → gpipe@3", "switch": then}
+    path = results.train("dp → gpipe", **told, stages=1, replicas=2, micro_batches=1)
+    (path / "config.toml").write_text((path / "config.toml").read_text() + SWITCH)
+    finished = only(load_records(results.root))
+    assert finished.plan == "R=2 → S=2 M=8"
+    (path / "result.json").unlink()
+    config = (path / "config.toml").read_text().replace("dp → gpipe", "dp")
+    (path / "config.toml").write_text(config)
+    unfinished = only(load_records(results.root))
+    assert (unfinished.system, unfinished.label) == (finished.system, finished.label)
+    assert unfinished.plan.endswith(" → S=2 M=8")
+
+
 def test_contenders_without_a_record_are_unfinished_and_others_are_not_doubled(
     results: Results,
 ) -> None:

@@ -181,6 +181,8 @@ REFUSED = {
     "tracking.mode=of": "tracking.mode is 'of', which is unknown; did you mean 'off'?",
     "launch.nodes=2": "port is 0 (any)",
     "launch.port=70000": "launch.port is 70000, but must be at most 65535",
+    "launch={transport = 'in-process', nodes = 2, port = 29500}": "one process, but nodes is 2",
+    "launch.transport=inprocess": "launch.transport is 'inprocess', which is unknown; did you mean",
     "scale=smok": "has no scale 'smok'",
     "train.epochs": "must look like section.key=value",
     "train.epochs.x=3": "must be a table|has no key 'x'|train.epochs is",
@@ -194,6 +196,74 @@ def test_what_a_config_may_not_say(tmp_path: Path, setting: str, said: str) -> N
     text = str(caught.value)
     assert any(part in text for part in said.split("|")), text
     assert "\n" not in text
+
+
+SWITCH = """
+[switch]
+epoch = 2
+system = { name = "dp" }
+plan = { replicas = [2] }
+"""
+
+REFUSED_SWITCHES = {
+    "switch.epoch=0": "switch.epoch is 0, but must be 1 … 2, as train.epochs is 3: choose",
+    "switch.epoch=3": "switch.epoch is 3, but must be 1 … 2, as train.epochs is 3",
+    "train.epochs=1": "switch.epoch is 2, but must be below the epochs, as train.epochs is 1",
+    "switch.plateau={patience=2}": "needs either an epoch, or a plateau",
+    "switch.plateau={patience=0}": "switch.plateau.patience is 0, but must be at least 1",
+    "switch={system={name='dp'}, plan={}}": "needs either an epoch, or a plateau",
+    "switch.system.name=dpp": "unknown system 'dpp'; did you mean 'dp'?",
+    "switch.system.options.overlp=false": "dp has no option 'overlp'",
+    "switch.system.name=torch-ddp": "torch-ddp is a peer, and a [switch] is from one of ours",
+    "system.name=torch-1f1b": "torch-1f1b is a peer, and a [switch] is from one of ours",
+    "switch.plan.micro_batchs=2": "unknown key 'micro_batchs' in [switch.plan]; did you mean",
+}
+
+
+@pytest.mark.parametrize(("setting", "said"), REFUSED_SWITCHES.items(), ids=REFUSED_SWITCHES.keys())
+def test_what_a_switch_may_not_say(tmp_path: Path, setting: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(write(tmp_path, SMALL + "epochs = 3\n" + SWITCH), [setting])
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_switch_is_a_task_of_its_own(tmp_path: Path) -> None:
+    config = load(write(tmp_path, SMALL + "epochs = 3\n" + SWITCH))
+    tasks = tasks_of(config, layers_of(config))
+    job = job_of(config, tasks, DataSpec("train", "validation"))
+    assert Job.from_json(job.to_json()) == job
+    assert job.switch is not None
+    assert (job.tasks[0].system, job.switch.task.system, job.switch.epoch) == ("dapple", "dp", 2)
+    assert job.switch.task.plan.stages[0].replicas == 2
+    assert (config.label, run_id(config)[:16]) == ("dapple → dp@2", "digits-dapple-dp")
+    plateau = ["switch={plateau={patience=2}, system={name='dp'}, plan={replicas=[2]}}"]
+    late = load(write(tmp_path, SMALL), plateau)
+    assert late.label == "dapple → dp@plateau"
+    three = load(write(tmp_path, SMALL), [plateau[0].replace("[2]", "[3]")])
+    with pytest.raises(UserError, match="both systems share ranks .* not dapple 2, dp 3"):
+        tasks_of(three, layers_of(three))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("smoke/digits-torch-ddp", "torch-ddp is a peer, which takes a process for each rank"),
+        ("smoke/throughput", "in which ranks take turns: a [bench] measures time"),
+    ],
+)
+def test_who_cannot_share_a_process(name: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(name, ["launch.transport=in-process"])
+    assert said in str(caught.value)
+    assert '"distributed"' in str(caught.value)
+
+
+def test_a_benchmark_neither_switches_nor_goes_on() -> None:
+    switch = "switch={epoch=1, system={name='dp'}, plan={}}"
+    for setting in (switch, "train.start_from=some-run"):
+        with pytest.raises(UserError, match="are for training runs, and this is a .bench."):
+            load("smoke/throughput", [setting])
 
 
 UNFIT = {

@@ -39,6 +39,9 @@ ESSENTIAL = [
     "data.augmentation.flip=true",
     "system.options.policy=B",
     "launch.pin_cores=true",
+    "launch.transport=in-process",
+    "train.start_from=some-run",
+    "switch={epoch=1, system={name='dp'}, plan={replicas=[2]}}",
 ]
 
 
@@ -65,6 +68,15 @@ def test_a_benchmark_is_what_its_contenders_do() -> None:
     changed = load(name, ["bench.contenders.2.plan.micro_batches=2"])
     assert run_id(changed) != run_id(load(name))
     assert run_id(load(name, ["bench.contenders.2.label=other"])) != run_id(load(name))
+
+
+def test_a_switch_is_part_of_the_run() -> None:
+    switch = "switch={{epoch={}, system={{name='dapple'{}}}, plan={{stages=2}}}}"
+    one = load(NAME, [switch.format(1, "")])
+    assert run_id(one).startswith("digits-dapple-dapple-s0-")
+    assert run_id(load(NAME, [switch.format(1, ", options={policy='A'}")])) == run_id(one)
+    assert run_id(load(NAME, [switch.format(1, ", options={policy='B'}")])) != run_id(one)
+    assert run_id(load(NAME, [switch.format(2, "")])) != run_id(one)
 
 
 def test_contenders_know_their_benchmark() -> None:

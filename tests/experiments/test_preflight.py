@@ -64,6 +64,33 @@ def test_a_model_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch) -> None
     assert missing_hardware(small, tasks_of(small, layers_of(small)), layers_of(small)) is None
 
 
+def memory(monkeypatch: pytest.MonkeyPatch, free: int, settings: list[str]) -> str | None:
+    config = load("smoke/digits-dp", settings)
+    layers = layers_of(config)
+    found = SimpleNamespace(available=free)
+    monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: found)
+    return missing_hardware(config, tasks_of(config, layers), layers)
+
+
+def test_ranks_in_one_process_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their models do; torch is loaded once."""
+    alone = ["launch.transport=in-process"]
+    model = 4 * 4 * sum(layers_of(load("smoke/digits-dp")).parameters)
+    needed = 2 * model + preflight.PROCESS_BYTES
+    assert memory(monkeypatch, needed, alone) is None
+    assert memory(monkeypatch, needed, []) is not None
+    assert "2 ranks need at least" in (memory(monkeypatch, needed - 1, alone) or "")
+
+
+def test_of_two_systems_the_larger_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They follow each other: a replica of all is more than a stage."""
+    switch = "switch={epoch=1, system={name='gpipe'}, plan={stages=2}}"
+    model = 4 * 4 * sum(layers_of(load("smoke/digits-dp")).parameters)
+    needed = 2 * model + 2 * preflight.PROCESS_BYTES
+    assert memory(monkeypatch, needed, [switch]) is None
+    assert memory(monkeypatch, needed - 1, [switch]) is not None
+
+
 def test_a_checkpoint_needs_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load("smoke/digits-dp")
     state = 4 * 3 * sum(layers_of(config).parameters)

@@ -308,6 +308,75 @@ def test_a_benchmark_is_a_record_for_each_contender(store: Store, launches: Laun
     assert len(list((store.root / "archive").iterdir())) == 1 + len(results)
 
 
+def test_ranks_in_one_process_are_one_process(store: Store, launches: Launches) -> None:
+    config = load("smoke/digits-dapple", [*TINY, "launch.transport=in-process"])
+    (result,) = execute(prepare(config), store)
+    assert launches.specs[0].ranks == 1
+    assert (result["world_size"], result["transport"]) == (2, "in-process")
+
+
+START = "train.start_from={}"
+
+
+def test_a_run_starts_from_another(store: Store, config: Config, launches: Launches) -> None:
+    first = prepare(config)
+    launches.script = dies_after(1)
+    execute(first, store)
+    per_epoch = 23
+    manifest = Manifest(per_epoch, 0, {})
+    write_manifest(store.run(first.id).path, manifest)
+    settings = [*TINY, "system.name=gpipe", START.format(first.id)]
+    prepared = prepare(load("smoke/digits-dapple", settings))
+    assert intent(prepared, store, fresh=False) == f"start from update 23 of {first.id}"
+
+    def starts(run: RunDirectory, job: Job) -> Outcome:
+        assert job.start_from == str(store.run(first.id).path)
+        return trains(run, job)
+
+    launches.script = starts
+    execute(prepared, store)
+    run = store.run(prepared.id)
+    (launch,) = [event for event in run.events() if event["event"] == "launch"]
+    assert launch["started_from"] == {"run": first.id, "step": 23}
+    # With a checkpoint of its own, it needs the other's no more.
+    (store.run(first.id).path / "checkpoint" / "latest.json").unlink()
+    run.append({"event": "end", "status": "failed"})
+    assert intent(prepared, store, fresh=False) == "resume from update 8"
+    with pytest.raises(UserError, match="which has no checkpoint: run it first"):
+        intent(prepared, store, fresh=True)
+
+
+@pytest.mark.parametrize(
+    ("step", "settings", "said"),
+    [
+        (23, [START.format("digits-dappl")], "no such run in .*; did you mean 'digits-dapple"),
+        (23, [START.format("/no/where")], "there is no such run in /no"),
+        (24, [], "whose 24 updates are no whole number of epochs of 23: use its train.batch_size"),
+        (92, [], "which has done 4 epochs, but train.epochs is 4: set it to 5 or more"),
+        (23, ["model.args.depth=3"], r"another model \(depth differ\)"),
+        (23, ["train.optimizer={name='sgd'}"], "whose optimizer is adamw, but .* is 'sgd'"),
+        (
+            46,
+            ["switch={epoch=2, system={name='dp'}, plan={replicas=[2]}}"],
+            "has done 2 epochs, but switch.epoch is 2: set it to 3 or more",
+        ),
+    ],
+)
+def test_starts_that_do_not_fit(
+    store: Store, config: Config, launches: Launches, step: int, settings: list[str], said: str
+) -> None:
+    first = prepare(config)
+    launches.script = dies_after(1)
+    execute(first, store)
+    write_manifest(store.run(first.id).path, Manifest(step, 0, {}))
+    changed = load("smoke/digits-dapple", [*TINY, START.format(first.id), *settings])
+    before = len(launches.specs)
+    with pytest.raises(UserError, match=said) as caught:
+        execute(prepare(changed), store)
+    assert "\n" not in str(caught.value)
+    assert len(launches.specs) == before
+
+
 def test_an_interrupted_run_says_so(store: Store, config: Config, launches: Launches) -> None:
     stop = threading.Event()
     launches.script = lambda run, job: Outcome("interrupted", "ended by Ctrl-C or SIGTERM")

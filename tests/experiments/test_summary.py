@@ -61,6 +61,7 @@ def test_a_training_run(config: Config) -> None:
         "error": None,
         "evidence": "measured",
         "machine": ENVIRONMENT["machine"],
+        "transport": "distributed",
         "world_size": 2,
         "batch_size": 64,
         "micro_batches": 4,
@@ -102,6 +103,30 @@ def test_a_loss_that_is_no_number_is_strict_json(config: Config, loss: float | s
     result = summarise(config, "a", ENVIRONMENT, [LAUNCH, step(0, 2.0), step(1, loss)])
     assert result["final_loss"] is None
     json.dumps(result, allow_nan=False)
+
+
+SWITCH = ["plan={stages=1, replicas=[2]}", "system={name='dp'}", "switch.epoch=3"]
+SWITCH += ["switch.system.name=gpipe", "switch.plan={stages=2, micro_batches=8}"]
+
+
+def test_a_run_that_switches_is_neither_system() -> None:
+    config = load("smoke/digits-dapple", SWITCH)
+    result = summarise(config, "a", ENVIRONMENT, TRAINING)
+    assert (result["system"], result["label"]) == ("dp → gpipe", "dp → gpipe@3")
+    assert (result["stages"], result["replicas"], result["micro_batches"]) == (1, 2, 1)
+    then = {"system": "gpipe", "stages": 2, "replicas": 1, "micro_batches": 8}
+    assert result["switch"] == then | {"step": None}
+    switch = {"event": "switch", "step": 2, "from": "dp", "to": "gpipe", "reason": "after epoch 1"}
+    events = [*TRAINING[:5], switch, *TRAINING[5:]]
+    assert summarise(config, "a", ENVIRONMENT, events)["switch"] == then | {"step": 2}
+
+
+def test_ranks_that_take_turns_have_no_time() -> None:
+    config = load("smoke/digits-dapple", ["launch.transport=in-process"])
+    untimed = [{k: v for k, v in event.items() if k != "wall_s"} for event in TRAINING]
+    result = summarise(config, "a", ENVIRONMENT, untimed)
+    assert (result["transport"], result["accuracy"], result["steps"]) == ("in-process", 0.75, 4)
+    assert (result["train_wall_s"], result["images_per_s"]) == (None, None)
 
 
 def timed(task: str, number: int, wall: float, compute: float) -> dict[str, Any]:

@@ -80,6 +80,16 @@ def warnings(run_dir: Path) -> list[str]:
     return log.read_text().splitlines() if log.exists() else []
 
 
+def test_ranks_that_take_turns_have_no_speed() -> None:
+    events = [{k: v for k, v in event.items() if k != "wall_s"} for event in epoch_events(0)]
+    switch = {"event": "switch", "step": PER_EPOCH, "from": "dp", "to": "gpipe", "reason": "so"}
+    history = rows([*events, switch])
+    assert [row.step for row in history] == [1, 2, 3, 4]
+    names = {name.partition("/")[0] for row in history for name in row.values}
+    assert names == {"train", "epoch", "validation"}
+    assert not any("images_per_s" in row.values for row in history)
+
+
 def test_a_plain_runs_history_equals_its_events(tmp_path: Path) -> None:
     events = [launch_event(1), *epoch_events(0), *epoch_events(1)]
     end = {"event": "end", "t": 2.0, "status": "ok", "error": None}

@@ -9,108 +9,24 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from runtimes.execution.checkpoint import load_state
-from runtimes.execution.distributed import DistributedEngine
 from runtimes.execution.events import EventLog
-from runtimes.execution.feed import ArrayFeed
 from runtimes.execution.status import StatusFile
-from runtimes.execution.training import DivergedError, run_training
-from runtimes.job import Augmentation, DataSpec, Job, ModelSpec, OptimizerSpec, Task
+from runtimes.job import OptimizerSpec
 from runtimes.manifest import read_manifest
-from runtimes.model.stack import build_stack
 from runtimes.plan import Plan
 from runtimes.schedule import parse
 from tests.processes import run_ranks
-
-MODEL = ModelSpec(
-    "VisionTransformer",
-    {
-        "img_size": 8,
-        "patch_size": 4,
-        "in_chans": 1,
-        "embed_dim": 8,
-        "depth": 2,
-        "num_heads": 2,
-        "num_classes": 3,
-        "drop_path_rate": 0.1,
-    },
-)
-
-
-def job_of(plan: Plan, epochs: int, **changes: Any) -> Job:
-    optimizer = changes.pop("optimizer", OptimizerSpec(lr=0.05, momentum=0.9))
-    return Job(
-        (Task("run", "dapple", plan),),
-        MODEL,
-        DataSpec("train", "validation"),
-        batch_size=8,
-        epochs=epochs,
-        optimizer=optimizer,
-        action_timeout_s=20,
-        evaluation_batch_size=5,
-        **changes,
-    )
+from tests.runtimes.execution.runs import TWO, cut_back, job_of, steps, train, write_data
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """19 training images (a last batch of 3) and 13 validation images of three classes."""
-    dice = np.random.default_rng(0)
-    for name, count in (("train", 19), ("validation", 13)):
-        directory = tmp_path / name
-        directory.mkdir()
-        np.save(directory / "images.npy", dice.integers(0, 255, (count, 1, 8, 8), dtype=np.uint8))
-        np.save(directory / "labels.npy", dice.integers(0, 3, count))
-        meta = {"mean": [0.5], "std": [0.25], "classes": 3}
-        (directory / "meta.json").write_text(json.dumps(meta))
-    return tmp_path
-
-
-def feed_of(job: Job, directory: Path, batch_size: int, *, shuffle: bool) -> ArrayFeed:
-    return ArrayFeed(
-        directory,
-        batch_size=batch_size,
-        seed=0,
-        epochs=4,
-        augmentation=Augmentation(),
-        shuffle=shuffle,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-    )
-
-
-def train(rank: int, world_size: int, run_dir: Path, data: Path, job: Job) -> str:
-    run_dir.mkdir(exist_ok=True)
-    feed = feed_of(job, data / "train", job.batch_size, shuffle=True)
-    validation = feed_of(job, data / "validation", 5, shuffle=False)
-    engine = DistributedEngine(job, job.tasks[0], build_stack(MODEL), feed, rank)
-    try:
-        run_training(engine, job, run_dir, feed, validation, note=lambda what: None)
-    except DivergedError as error:
-        return str(error)
-    return ""
-
-
-def steps(run_dir: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] in ("step", "evaluation")]
-
-
-def cut_back(run_dir: Path) -> None:
-    """What the launcher does before it resumes a run."""
-    manifest = read_manifest(run_dir)
-    assert manifest is not None
-    lines = (run_dir / "events.jsonl").read_text().splitlines(keepends=True)
-    (run_dir / "events.jsonl").write_text("".join(lines[: manifest.events]))
-
-
-TWO = Plan.even(4, 2, micro_batches=2)
+    return write_data(tmp_path)
 
 
 def test_a_resumed_run_equals_the_undisturbed_one(tmp_path: Path, data: Path) -> None:
