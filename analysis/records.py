@@ -320,7 +320,7 @@ def _unfinished(directory: Path, config: Mapping[str, Any]) -> list[_Result]:
             evidence=Evidence.MEASURED.label,
             transport=config.get("launch", {}).get("transport", "distributed"),
             switch=contender.get("switch"),
-            batch_size=config["train"]["batch_size"],
+            batch_size=contender.get("batch_size") or config["train"]["batch_size"],
             **_shape(plan),
         )
         results.append(result)

@@ -18,6 +18,7 @@ from experiments.reports import (
     columns,
     configs_document,
     matrix_document,
+    replicas_of,
     result_line,
     row_lines,
     runs_document,
@@ -122,10 +123,10 @@ def list_systems() -> Answer:
 
 
 def draw_schedule(
-    system: str, settings: Sequence[str], stages: int, units: int, replicas: int
+    system: str, settings: Sequence[str], stages: int, units: int, replicas: str
 ) -> Answer:
     options = {".".join(path): value for path, value in map(parse_setting, settings)}
-    document = schedule_document(system, options, stages, units, replicas)
+    document = schedule_document(system, options, stages, units, replicas_of(replicas, stages))
     return Answer(document, "\n".join(document["grid"]))
 
 

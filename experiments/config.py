@@ -290,12 +290,14 @@ class Tracking(Section):
 
 
 class Contender(Section):
-    """One system of a benchmark."""
+    """One system of a benchmark; ``batch_size``: its own, of which it trains so many more or fewer
+    that all see equally many images."""
 
     label: Label
     system: str
     options: dict[str, Any] = Field(default_factory=dict)
     plan: PlanChanges = PlanChanges()
+    batch_size: Count | None = None
 
 
 class Bench(Section):

@@ -59,7 +59,7 @@ def summarise(
         "machine": environment["machine"],
         "transport": config.launch.transport,
         "world_size": sum(_replicas(plan)),
-        "batch_size": config.train.batch_size,
+        "batch_size": contender.batch_size or config.train.batch_size,
         **_shape(plan),
         "config_hash": config_hash(config),
         "attempts": max(

@@ -14,6 +14,7 @@ from experiments.paths import CONFIGS
 from experiments.preflight import missing_hardware
 from experiments.resolve import job_of, layers_of, tasks_of
 from runtimes.job import DataSpec, Job
+from runtimes.systems import PEERS, SYSTEMS
 
 NAMES = config_names()
 FILES = sorted(CONFIGS.rglob("*.toml"))
@@ -46,7 +47,7 @@ def test_the_families_are_there() -> None:
     assert {"smoke", "cifar100", "vit_h14"} <= set(tiers())
     smoke = [name for name in NAMES if "smoke" in load(name).tiers]
     systems = {c.system for name in smoke for c in load(name).contenders()}
-    assert systems == {"dp", "gpipe", "dapple", "torch-ddp", "torch-gpipe", "torch-1f1b"}
+    assert systems == {*SYSTEMS, *PEERS}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(CONFIGS).as_posix())
