@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from experiments.sweep import axes_of, point_text
 
 __all__ = [
     "Bench",
+    "BestOf",
     "Config",
     "Contender",
     "Data",
@@ -96,10 +106,24 @@ class Augmentation(Section):
 
 
 class Sizes(Section):
-    """Numbers of samples; None: all there are."""
+    """Numbers of samples; None: all there are.
+
+    ``held_out``: so many of the training images, none of which is trained on, are the validation
+    part instead, so that a choice can be made that has not seen the test images.
+    """
 
     train: Count | None = None
     validation: Count | None = None
+    held_out: Count | None = None
+
+    @model_validator(mode="after")
+    def _one_validation_part(self) -> Sizes:
+        if self.validation is not None and self.held_out is not None:
+            raise ValueError(
+                f"validation is {self.validation} test images and held_out {self.held_out} "
+                "training images, but there is one validation part: leave one of them out"
+            )
+        return self
 
 
 class Data(Section):
@@ -137,6 +161,8 @@ class Data(Section):
         extra = [key for key, value in given.items() if value is not None]
         if extra and self.set != "random":
             raise ValueError(f'{", ".join(extra)}: only for set = "random"')
+        if self.sizes.held_out is not None and self.set == "random":
+            raise ValueError('sizes.held_out: not for set = "random", whose accuracy means nothing')
         return self
 
 
@@ -268,11 +294,20 @@ class Bench(Section):
         return self
 
 
+class BestOf(Section):
+    """Values that come from a finished ``sweep``, a config's name or path: those of the point with
+    the best held-out accuracy, which ``chosen`` then tells."""
+
+    sweep: str
+    chosen: dict[str, Any] | None = None
+
+
 class Config(Section):
     """One run, or one benchmark if there is a ``bench`` section.
 
     ``name`` is the file's, relative to the configs; ``tiers`` are what `matrix --tier` asks
-    for, ``scales`` the names of the sizes that `--set scale=…` may still choose.
+    for, ``scales`` the names of the sizes that `--set scale=…` may still choose.  A ``sweep``
+    stands for a run at each of its points; ``swept`` is the point that one of these runs is at.
     """
 
     name: str
@@ -286,6 +321,21 @@ class Config(Section):
     launch: Launch = Launch()
     tracking: Tracking = Tracking()
     bench: Bench | None = None
+    sweep: Annotated[dict[str, tuple[Any, ...]], BeforeValidator(axes_of)] | None = None
+    swept: dict[str, Any] | None = None
+    best_of: BestOf | None = None
+
+    @property
+    def title(self) -> str:
+        """The name, with the point of the sweep."""
+        return self.name if self.swept is None else f"{self.name} {point_text(self.swept)}"
+
+    @property
+    def waits_for(self) -> str | None:
+        """The sweep whose best values are still to be put in."""
+        if self.best_of is None or self.best_of.chosen is not None:
+            return None
+        return self.best_of.sweep
 
     @property
     def kind(self) -> Literal["train", "bench"]:
@@ -299,6 +349,17 @@ class Config(Section):
             )
         if self.bench is not None and self.train.seeds is not None:
             raise ValueError("train.seeds is for training runs: a benchmark has one train.seed")
+        return self
+
+    @model_validator(mode="after")
+    def _where_values_come_from(self) -> Config:
+        given = [name for name in ("sweep", "best_of") if getattr(self, name) is not None]
+        if self.bench is not None and given:
+            raise ValueError(f"{given[0]} is for training runs, and this is a benchmark")
+        if len(given) > 1:
+            raise ValueError(
+                "sweep sets values and best_of takes them from another sweep: leave one of them out"
+            )
         return self
 
     def contenders(self) -> tuple[Contender, ...]:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from experiments.config import Config, Contender
 from experiments.config import Plan as PlanSection
 from experiments.data import DATA_SETS
+from experiments.data.arrays import check_held_out
 from experiments.errors import UserError, one_line
 from runtimes.job import (
     Augmentation,
@@ -154,18 +155,26 @@ def _task(config: Config, contender: Contender, layers: Layers) -> Task:
 def _prove(config: Config, system: System, plan: Plan) -> None:
     """Hold what will run to the validator's rules: two full batches stand for any number of them,
     beside the last one, and the evaluation."""
-    known, size = DATA_SETS[config.data.set], config.train.batch_size
-    samples = config.data.sizes.train or known.train_samples
-    full, rest = divmod(samples, size)
+    trained, validated = _samples(config)
+    size = config.train.batch_size
+    full, rest = divmod(trained, size)
     sizes = (size,) * min(full, 2) + ((rest,) if rest else ())
     validate(system.program(plan, sizes), system.declared(plan))
-    samples = config.data.sizes.validation or known.validation_samples
-    validate(evaluation_program(plan, samples, config.train.evaluation_batch_size))
+    validate(evaluation_program(plan, validated, config.train.evaluation_batch_size))
+
+
+def _samples(config: Config) -> tuple[int, int]:
+    """How many images are trained on, and how many validated."""
+    known, sizes = DATA_SETS[config.data.set], config.data.sizes
+    if sizes.held_out is None:
+        return sizes.train or known.train_samples, sizes.validation or known.validation_samples
+    check_held_out(sizes.held_out, known.train_samples, sizes.train)
+    return sizes.train or known.train_samples - sizes.held_out, sizes.held_out
 
 
 def _check_whole_batches(config: Config) -> None:
     """A benchmark's batches are all of one size, so its training images must be a multiple."""
-    samples = config.data.sizes.train or DATA_SETS[config.data.set].train_samples
+    samples, _ = _samples(config)
     size = config.train.batch_size
     if config.bench is not None and (rest := samples % size):
         way_out = f"data.sizes.train = {samples - rest}" if samples > size else "a smaller batch"
