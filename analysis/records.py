@@ -47,7 +47,7 @@ class Records:
     ``compute_bound_s`` is the schedule's own lower bound, from slices measured in this round.
     ``ranks``: a row a rank of a benchmark: seconds, averaged over rounds: "wall" and
     :data:`PARTS`, NaN where they are not known of the system.
-    ``steps``: a row an update; ``loss`` is the mean over the global batch.
+    ``steps``: a row an update of ``samples`` images; ``loss`` is the mean over the global batch.
     ``evaluations``: a row an evaluation after ``step`` updates; ``accuracy`` is top-1, 0 … 1.
     """
 
@@ -77,6 +77,7 @@ class _Step(_Strict):
     epoch: int
     loss: float | None
     """Strict JSON has no NaN: a loss that is not a number may be stored as null."""
+    samples: int
 
 
 class _Evaluation(_Strict):

@@ -99,6 +99,15 @@ def bucket_cuts(
     return tuple(reversed(cuts))
 
 
+def _samples(config: Config) -> tuple[int, int]:
+    """How many images are trained on, and how many validated."""
+    known, sizes = DATA_SETS[config.data.set], config.data.sizes
+    if sizes.held_out is None:
+        return sizes.train or known.train_samples, sizes.validation or known.validation_samples
+    check_held_out(sizes.held_out, known.train_samples, sizes.train)
+    return sizes.train or known.train_samples - sizes.held_out, sizes.held_out
+
+
 def plan_of(section: PlanSection, layers: Layers, *, size: int, buckets: bool) -> Plan:
     """The plan over these layers; ``size``: bytes of a parameter, ``buckets``: cut backwards where
     replicas reduce their gradients.  Raises UserError if there are too few layers."""
@@ -161,15 +170,6 @@ def _prove(config: Config, system: System, plan: Plan) -> None:
     sizes = (size,) * min(full, 2) + ((rest,) if rest else ())
     validate(system.program(plan, sizes), system.declared(plan))
     validate(evaluation_program(plan, validated, config.train.evaluation_batch_size))
-
-
-def _samples(config: Config) -> tuple[int, int]:
-    """How many images are trained on, and how many validated."""
-    known, sizes = DATA_SETS[config.data.set], config.data.sizes
-    if sizes.held_out is None:
-        return sizes.train or known.train_samples, sizes.validation or known.validation_samples
-    check_held_out(sizes.held_out, known.train_samples, sizes.train)
-    return sizes.train or known.train_samples - sizes.held_out, sizes.held_out
 
 
 def _check_whole_batches(config: Config) -> None:

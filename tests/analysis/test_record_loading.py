@@ -39,12 +39,12 @@ def test_a_training_run(results: Results) -> None:
     )
     assert record.evidence == "measured"
     assert records.steps.to_dict("split")["data"] == [
-        [0, 0, 0, 2.5],
-        [0, 1, 0, 2.0],
-        [0, 2, 0, 1.5],
-        [0, 3, 1, 1.0],
+        [0, 0, 0, 2.5, 90],
+        [0, 1, 0, 2.0, 90],
+        [0, 2, 0, 1.5, 90],
+        [0, 3, 1, 1.0, 90],
     ]
-    assert records.steps.columns.tolist() == ["run", "step", "epoch", "loss"]
+    assert records.steps.columns.tolist() == ["run", "step", "epoch", "loss", "samples"]
     (evaluation,) = records.evaluations.itertuples()
     assert (evaluation.step, evaluation.accuracy) == (3, 0.5)
     assert record.accuracy == 0.96
