@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import pandas as pd
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+)
 
 from analysis.evidence import Evidence
 
@@ -72,11 +80,15 @@ class _Round(_Strict):
     compute_bound_s: float | None = None
 
 
+def _number(loss: object) -> object:
+    return float(loss) if loss in ("nan", "inf", "-inf") else loss
+
+
 class _Step(_Strict):
     step: int
     epoch: int
-    loss: float | None
-    """Strict JSON has no NaN: a loss that is not a number may be stored as null."""
+    loss: Annotated[float | None, BeforeValidator(_number)]
+    """Strict JSON has no NaN: a loss that is not finite may be stored as null, or as text."""
     samples: int
 
 

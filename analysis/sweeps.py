@@ -48,8 +48,10 @@ def _cells(runs: pd.DataFrame) -> pd.DataFrame:
         accuracy=runs["accuracy"].where(ok),
         final_loss=runs["final_loss"].where(ok),
         seeds=runs["seed"].astype(str),
-        place=runs.groupby(["shown", "plan"], sort=False).ngroup(),
+        order=runs.groupby("shown", sort=False).ngroup(),
     )
+    plan = ["order", "stages", "replicas", "micro_batches", "plan"]
+    runs = runs.assign(place=runs.groupby(plan).ngroup())
     told = ("source", "name", "model", "data", "regime", "axes", "point", "place")
     frame = runs.groupby([*PLACE, "status", "error"], dropna=False, as_index=False).agg(
         **{name: (name, "first") for name in told},

@@ -113,6 +113,7 @@ def _in_words(settings: Mapping[str, Any], free: Collection[str], kind: str) -> 
 
     names = " and ".join(map(short, free))
     regime = (
+        words(("{} epochs", "train.epochs")),
         words(("B = {}", "train.batch_size")),
         words(("{}", "train.optimizer.name"), ("{}", "train.optimizer.lr")),
         words(("momentum {}", "train.optimizer.momentum")),

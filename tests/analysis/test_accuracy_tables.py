@@ -68,7 +68,7 @@ def test_model_data_and_regime_are_named(results: Results) -> None:
     (row,) = rows(results)
     assert row["model"] == "VisionTransformer width 64 depth 6 patch 4"
     assert row["data"] == "digits 32×32"
-    assert row["regime"] == "B = 90, adamw 0.001, cosine, float32"
+    assert row["regime"] == "20 epochs, B = 90, adamw 0.001, cosine, float32"
 
 
 def test_failures_are_rows_and_do_not_enter_the_mean(results: Results) -> None:

@@ -133,9 +133,10 @@ def test_contenders_without_a_record_are_unfinished_and_others_are_not_doubled(
 
 
 def test_a_loss_that_is_no_number_is_kept_as_nan(results: Results) -> None:
-    path = results.train("dp", losses=[2.5, 2.0], status="diverged") / "events.jsonl"
-    path.write_text(path.read_text().replace("2.0", "null", 1).replace("2.5", "NaN", 1))
-    assert load_records(results.root).steps["loss"].isna().tolist() == [True, True]
+    path = results.train("dp", losses=[2.5, 2.0, 1.5], status="diverged") / "events.jsonl"
+    for loss, text in (("2.5", "NaN"), ("2.0", "null"), ("1.5", '"nan"')):
+        path.write_text(path.read_text().replace(loss, text, 1))
+    assert load_records(results.root).steps["loss"].isna().tolist() == [True, True, True]
 
 
 # ---- broken files --------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_systems_down_and_values_across_with_the_best_in_bold(results: Results) 
     assert "images held out of the training set" in table.views[0].caption
     assert table.views[0].title == (
         "Sweep: VisionTransformer width 64 depth 6 patch 4 on digits 32×32, 1000 training images, "
-        "validated on 300 others held out, B = 90, adamw, sweep of lr, cosine, float32"
+        "validated on 300 others held out, 20 epochs, B = 90, adamw, sweep of lr, cosine, float32"
     )
 
 
@@ -95,7 +95,7 @@ def test_a_grid_has_a_row_for_each_but_its_last_axis(results: Results) -> None:
             name = f"{momentum}-{lr}"
             section = f"[swept]\n{axes}"
             results.train("dp", identity=f"dp-{name}", accuracy=lr, sections=section, **size)
-            for stages in (4, 8):
+            for stages in (8, 4):
                 section = f'[swept]\n"plan.stages" = {stages}\n{axes}'
                 what = {"identity": f"gpipe-{stages}-{name}", "accuracy": lr * momentum}
                 results.train("gpipe", stages=stages, sections=section, **what, **size)
