@@ -52,10 +52,11 @@ def swept(records: Records) -> pd.DataFrame:
 
 
 def synchronous(records: Records) -> pd.DataFrame:
-    """The training runs that are to agree with each other: of synchronous systems, at settings that
-    were given and not chosen for each system by itself."""
+    """The training runs that are to agree with each other: of synchronous systems (of both, where
+    one hands over to another), at settings that were given and not chosen for each by itself."""
     runs = training(records)
-    return runs[runs["system"].isin(SYNCHRONOUS) & (runs["chosen"] == "")]
+    alike = runs["system"].map(lambda system: {*system.split(" → ")} <= {*SYNCHRONOUS})
+    return runs[alike.astype(bool) & (runs["chosen"] == "")]
 
 
 def _runs(records: Records) -> pd.DataFrame:

@@ -181,6 +181,14 @@ def test_only_runs_of_one_task_and_seed_are_compared(
     assert lines(results, "loss-agreement", "gpipe")[0][6] == "no dp run"
 
 
+def test_only_synchronous_systems_at_given_settings_are_compared(results: Results) -> None:
+    chosen = "[best_of]\nsweep = 'x'\n[best_of.chosen]\n'train.optimizer.lr' = 0.001"
+    for system in ("dp", "gpipe", "ashpipe", "dp → gpipe", "dp → ashpipe"):
+        results.train(system, losses=[1.0, 1.0, 1.0])
+    results.train("dapple", losses=[1.0, 1.0, 1.0], sections=chosen)
+    assert [item.system for item in compared(results)] == ["gpipe", "dp → gpipe"]
+
+
 def test_dp_without_options_is_the_reference(results: Results) -> None:
     results.train("dp", losses=[9.0, 9.0, 9.0], options="overlap = false", identity="a-blocking")
     results.train("dp", losses=[1.0, 1.0, 1.0], identity="b-plain")
