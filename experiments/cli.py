@@ -110,11 +110,10 @@ def run(
     fresh: Fresh = False,
     json_: Json = False,
 ) -> int:
-    """Train one config: once a seed; what is recorded as done is not repeated."""
-    from experiments.commands import run_configs
-    from experiments.loading import load_runs
+    """Train one config: once a seed and a value swept; what is recorded as done is not repeated."""
+    from experiments.commands import run_config
 
-    return _show(run_configs(load_runs(config, _with_root(set_, data_root)), fresh=fresh), json_)
+    return _show(run_config(config, _with_root(set_, data_root), fresh=fresh), json_)
 
 
 @app.command()

@@ -9,6 +9,7 @@ from typing import Any
 
 from experiments.errors import UserError, one_line
 from experiments.matrix import Entry, Row
+from experiments.sweep import point_text
 
 __all__ = [
     "columns",
@@ -33,8 +34,8 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 def result_line(result: Mapping[str, Any], runs: Path) -> list[str]:
     """Name, status, outcome and place of a result, for :func:`columns`."""
-    name = f"{result['name']} {result['label']}"
-    return [name, result["status"], _outcome(result), str(runs / result["id"])]
+    name = f"{result['name']} {point_text(result.get('swept', {}))} {result['label']}"
+    return [" ".join(name.split()), result["status"], _outcome(result), str(runs / result["id"])]
 
 
 def _outcome(result: Mapping[str, Any]) -> str:

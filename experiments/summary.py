@@ -66,6 +66,8 @@ def summarise(
             (event["attempt"] for event in events if event["event"] == "launch"), default=0
         ),
     }
+    if config.swept is not None:
+        result["swept"] = config.swept
     for key in ("rank", "signal", "last_actions"):
         if end.get(key) is not None:
             result[key] = end[key]

@@ -13,12 +13,9 @@ from experiments.loading import load
 from experiments.matrix import Entry, Row, exit_code, run_all, select
 
 SMOKE = [
-    "smoke/digits-dapple",
-    "smoke/digits-dp",
-    "smoke/digits-gpipe",
-    "smoke/digits-torch-1f1b",
-    "smoke/digits-torch-ddp",
-    "smoke/digits-torch-gpipe",
+    *(f"smoke/digits-{name}" for name in ("ashpipe", "ashpipe-sp", "dapple", "dp", "gpipe")),
+    *(f"smoke/digits-{name}" for name in ("pipedream", "pipedream_2bw")),
+    *(f"smoke/digits-torch-{name}" for name in ("1f1b", "ddp", "gpipe")),
     "smoke/throughput",
 ]
 
