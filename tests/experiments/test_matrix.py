@@ -72,7 +72,7 @@ def test_a_failure_is_a_row_and_the_others_run() -> None:
 
     rows = run_all(select("smoke"), run)
     assert [row.title for row in rows] == SMOKE
-    assert [row.status for row in rows] == ["ok", "refused", "failed", *["ok"] * 4]
+    assert [row.status for row in rows] == ["ok", "refused", "failed", *["ok"] * (len(SMOKE) - 3)]
     assert rows[1].error == "no such data"
     assert exit_code([row.status for row in rows]) == 1
 
@@ -117,7 +117,7 @@ def test_after_an_interruption_nothing_more_is_started() -> None:
         return result(entry, "interrupted")
 
     rows = run_all(select("smoke"), run, stop=stop)
-    assert [row.status for row in rows] == ["interrupted"] * 7
+    assert [row.status for row in rows] == ["interrupted"] * len(SMOKE)
     assert [bool(row.results) for row in rows] == [True, *[False] * 6]
     assert exit_code([row.status for row in rows]) == 3
 
