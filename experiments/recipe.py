@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-__all__ = ["Count", "LearningRate", "Optimizer", "Section", "Seed", "Share", "Train"]
+from experiments.section import BelowOne, Count, Seconds, Section, Seed, Share
 
-Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
-BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Seed = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+__all__ = ["LearningRate", "Optimizer", "Train"]
 
 
 class Optimizer(Section):
