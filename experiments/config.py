@@ -43,12 +43,13 @@ class PlanChanges(Section):
     replicas: tuple[Count, ...] | None = None
     layers: tuple[Count, ...] | None = None
     micro_batches: Count | None = None
-    recompute: bool | None = None
+    recompute: bool | tuple[bool, ...] | None = None
     bucket_mb: float | None = Field(default=None, gt=0)
 
 
 class Plan(Section):
-    """``replicas`` and ``layers`` of each stage: one, and as equal as can be, unless given.
+    """``replicas`` and ``layers`` of each stage: one, and as equal as can be, unless given;
+    ``recompute``: of all stages, or of each.
 
     ``bucket_mb``: megabytes (10⁶ bytes) of gradients that replicas reduce at a time, while the
     backward goes on.
@@ -58,15 +59,20 @@ class Plan(Section):
     replicas: tuple[Count, ...] | None = None
     layers: tuple[Count, ...] | None = None
     micro_batches: Count = 1
-    recompute: bool = False
+    recompute: bool | tuple[bool, ...] = False
     bucket_mb: float = Field(default=25.0, gt=0)
 
     @model_validator(mode="after")
     def _as_many_as_stages(self) -> Plan:
-        for name, values in (("replicas", self.replicas), ("layers", self.layers)):
+        several = None if isinstance(self.recompute, bool) else self.recompute
+        for name, values in (
+            ("replicas", self.replicas),
+            ("layers", self.layers),
+            ("recompute", several),
+        ):
             if values is not None and len(values) != self.stages:
                 raise ValueError(
-                    f"{name} has {len(values)} numbers for {self.stages} stages: one a stage"
+                    f"{name} has {len(values)} values for {self.stages} stages: one a stage"
                 )
         return self
 
@@ -76,6 +82,8 @@ class Plan(Section):
         values = self.model_dump()
         if given.get("stages", self.stages) != self.stages:
             values |= {"replicas": None, "layers": None}
+            if not isinstance(self.recompute, bool):
+                values["recompute"] = False
         return Plan(**values | given)
 
 

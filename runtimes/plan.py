@@ -135,18 +135,20 @@ class Plan:
         replicas: Sequence[int] | None = None,
         *,
         micro_batches: int = 1,
-        recompute: bool = False,
+        recompute: bool | Sequence[bool] = False,
         cuts: Sequence[int] = (),
     ) -> Plan:
-        """A plan from the number of layers of each stage; ranks are dealt out in stage order."""
+        """A plan from the number of layers of each stage; ranks are dealt out in stage order.
+        ``recompute``: of all stages, or of each."""
         counts = replicas or [1] * len(sizes)
         if len(counts) != len(sizes):
             raise ValueError(f"{len(sizes)} stages need as many replica counts, not {len(counts)}")
+        again = [recompute] * len(sizes) if isinstance(recompute, bool) else recompute
         stages, first, rank = [], 0, 0
-        for size, count in zip(sizes, counts, strict=True):
+        for size, count, recomputes in zip(sizes, counts, again, strict=True):
             inside = tuple(cut for cut in cuts if first < cut < first + size)
             ranks = tuple(range(rank, rank + count))
-            stages.append(StagePlan(first, first + size, ranks, recompute, inside))
+            stages.append(StagePlan(first, first + size, ranks, recomputes, inside))
             first, rank = first + size, rank + count
         return cls(tuple(stages), micro_batches)
 
@@ -158,7 +160,7 @@ class Plan:
         replicas: Sequence[int] | None = None,
         *,
         micro_batches: int = 1,
-        recompute: bool = False,
+        recompute: bool | Sequence[bool] = False,
         cuts: Sequence[int] = (),
     ) -> Plan:
         """Stages of as equal a number of layers as can be."""

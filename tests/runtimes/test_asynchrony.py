@@ -13,7 +13,16 @@ import torch
 
 from runtimes.execution.engine import Segment
 from runtimes.plan import Plan
-from tests.runtimes.transparency import Case, engine_of, faults, reference, train_in_process
+from runtimes.schedule import Op
+from tests.runtimes.transparency import (
+    Case,
+    differences,
+    engine_of,
+    faults,
+    reference,
+    stack_of,
+    train_in_process,
+)
 
 #: By batch size: an epoch of an odd number of batches.
 EPOCHS = {85: (85, 85, 20), 18: (18, 18, 18, 18, 5), 7: (7, 7, 7, 7, 3), 1: (1,) * 5}
@@ -201,3 +210,15 @@ def test_a_stage_without_weights_knows_that_a_version_is_carried_over() -> None:
         engine.train(Segment(5, EPOCHS[18]))
     weights = one.state()["weights"]
     assert all(torch.equal(w, weights[name]) for name, w in other.state()["weights"].items())
+
+
+def test_some_stages_recompute_and_others_do_not() -> None:
+    base = thrice(Case("ashpipe", 3, replicas=(1, 2, 1)), 18)
+    plain = train_in_process(base).weights[14]
+    plan = Plan.even(len(stack_of(base.model)), 3, (1, 2, 1), recompute=(True, False, True))
+    engine = engine_of(base, plan)
+    ops = [{action.op for action in stream} for stream in engine.system.program(plan, (4,)).streams]
+    assert [Op.R in found for found in ops] == [True, False, False, True]
+    for number, segment in enumerate(base.segments):
+        engine.train(Segment(5 * number, segment))
+    assert not differences(engine.state()["weights"], plain, 1e-10)
