@@ -139,11 +139,12 @@ class WeightVersions:
         return {name: p.detach() for name, p in self._sets[self.latest - 1].items()}
 
     def _copy(self, old: dict[str, Parameter]) -> dict[str, Parameter]:
-        if not self._free or not old:
+        if not self._free:
             return {name: Parameter(p.detach().clone()) for name, p in old.items()}
         new = self._free.pop()
-        with torch.no_grad():
-            torch._foreach_copy_(list(new.values()), list(old.values()))
+        if new:  # torch refuses empty lists.
+            with torch.no_grad():
+                torch._foreach_copy_(list(new.values()), list(old.values()))
         return new
 
     def _move_optimizer(self, old: dict[str, Parameter], new: dict[str, Parameter]) -> None:
