@@ -69,7 +69,7 @@ class _End:
         if action.op in RECEIVES:
             return bool(self.box.queues[channel(action, self.box.plan)])
         place = (action.pipeline, action.stage, action.unit, action.replica)
-        if any(key in self.box.open for key in self.box.pending[place]):
+        if any(key in self.box.open for key in self.box.pending.get(place, ())):
             return False
         squares = self.box.squares.get((action.pipeline, action.unit))
         return action.op != Op.STEP or squares is None or len(squares) == self.box.plan.world_size

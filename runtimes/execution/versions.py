@@ -111,10 +111,9 @@ class WeightVersions:
         self.drained()
         with torch.no_grad():
             if stash is not None:
-                old = {
-                    name: Parameter(stash[name].to(latest, copy=True))
-                    for name, latest in self.current.items()
-                }
+                old = self._spare()
+                for name, parameter in old.items():
+                    parameter.copy_(stash[name])
                 self._sets, self._users, self.latest = {0: old, 1: self.current}, {0: 0, 1: 0}, 1
             for name, parameter in self.current.items():
                 parameter.copy_(weights[name])
@@ -138,12 +137,17 @@ class WeightVersions:
         """The weights of the version before the latest, which a checkpoint of 2BW needs."""
         return {name: p.detach() for name, p in self._sets[self.latest - 1].items()}
 
+    def _spare(self) -> dict[str, Parameter]:
+        """A set that nobody uses, its values being anything."""
+        if self._free:
+            return self._free.pop()
+        return {n: Parameter(torch.empty_like(p)) for n, p in self.current.items()}
+
     def _copy(self, old: dict[str, Parameter]) -> dict[str, Parameter]:
-        if not self._free or not old:
-            return {name: Parameter(p.detach().clone()) for name, p in old.items()}
-        new = self._free.pop()
-        with torch.no_grad():
-            torch._foreach_copy_(list(new.values()), list(old.values()))
+        new = self._spare()
+        if new:  # torch refuses empty lists.
+            with torch.no_grad():
+                torch._foreach_copy_(list(new.values()), list(old.values()))
         return new
 
     def _move_optimizer(self, old: dict[str, Parameter], new: dict[str, Parameter]) -> None:

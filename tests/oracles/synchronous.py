@@ -220,7 +220,7 @@ def evaluate(
     """(samples whose largest logit is their label's, sum of plain cross entropy), all at once."""
     model = _prepare(build, weights, dtype).eval()
     with torch.no_grad():
-        logits = model(torch.from_numpy(images).to(dtype))
+        logits = model(torch.from_numpy(images).to(dtype).clone())  # As in training.
         targets = torch.from_numpy(labels)
         correct = int((logits.argmax(dim=1) == targets).sum())
         return correct, F.cross_entropy(logits, targets, reduction="sum").item()

@@ -27,6 +27,7 @@ __all__ = [
     "EPOCH",
     "MODELS",
     "SAMPLES",
+    "SGD",
     "ArrayFeed",
     "Case",
     "Outcome",

@@ -1,4 +1,4 @@
-"""Whole training runs on tiny data, in one process or several, and plain training beside them."""
+"""Whole training runs on tiny data, in one process or several."""
 
 from __future__ import annotations
 
@@ -23,21 +23,19 @@ from runtimes.job import DataSpec, Job, ModelSpec, OptimizerSpec, Task
 from runtimes.manifest import read_manifest
 from runtimes.model.stack import build_stack
 from runtimes.plan import Plan
-from tests.oracles import synchronous
-from tests.runtimes.transparency import differences
 
 __all__ = [
     "MODEL",
     "TWO",
     "cut_back",
     "events",
+    "feeds",
     "job_of",
     "losses",
     "state_of",
     "steps",
     "train",
     "train_in_process",
-    "unlike_plain_training",
     "write_data",
 ]
 
@@ -51,6 +49,7 @@ MODEL = ModelSpec(
         "depth": 2,
         "num_heads": 2,
         "num_classes": 3,
+        "proj_drop_rate": 0.1,
         "drop_path_rate": 0.1,
     },
 )
@@ -84,7 +83,8 @@ def write_data(folder: Path) -> Path:
     return folder
 
 
-def _feeds(job: Job, data: Path) -> tuple[ArrayFeed, ArrayFeed]:
+def feeds(job: Job, data: Path) -> tuple[ArrayFeed, ArrayFeed]:
+    """Of training and of validation."""
     dtype = dtype_of(job.precision)
     training = ArrayFeed(data / "train", batch_size=job.batch_size, epochs=4, dtype=dtype)
     return training, ArrayFeed(data / "validation", batch_size=5, shuffle=False, dtype=dtype)
@@ -111,7 +111,7 @@ def train(
 ) -> str:
     """One rank of a run over processes; what it says of a loss that diverged."""
     run_dir.mkdir(exist_ok=True)
-    feed, validation = _feeds(job, data)
+    feed, validation = feeds(job, data)
     stack = build_stack(MODEL)
 
     def build(task: Task) -> Team:
@@ -129,7 +129,7 @@ def train(
 
 def train_in_process(run_dir: Path, data: Path, job: Job, killed_at: int = 0) -> None:
     run_dir.mkdir(exist_ok=True)
-    feed, validation = _feeds(job, data)
+    feed, validation = feeds(job, data)
     stack = build_stack(MODEL)
 
     def build(task: Task) -> Team:
@@ -161,41 +161,11 @@ def cut_back(run_dir: Path) -> None:
 
 
 def state_of(run_dir: Path) -> dict[str, Tensor]:
-    """Weights and optimizer state of the last checkpoint, by readable names."""
+    """Weights, of the version before too, and optimizer state of the last checkpoint, by readable
+    names."""
     found = load_state(run_dir)
     assert found is not None
-    weights, optimizer = found[1]["weights"], found[1]["optimizer"]
+    weights, optimizer, stash = (found[1][kind] for kind in ("weights", "optimizer", "stash"))
     flat = {f"{name}, {key}": values[key] for name, values in optimizer.items() for key in values}
+    flat |= {f"{name}, stash": weight for name, weight in stash.items()}
     return {**weights, **{name: torch.as_tensor(value) for name, value in flat.items()}}
-
-
-def unlike_plain_training(run_dir: Path, data: Path, job: Job, limit: float) -> list[str]:
-    """What of a run of a synchronous system differs from plain training of the whole model."""
-    feed, _ = _feeds(job, data)
-    spec = job.optimizer
-    recipe = synchronous.Recipe(spec.name, momentum=spec.momentum, eps=spec.eps, seed=job.seed)
-    count = len(feed.batch_sizes(0)) * job.epochs
-    batches = []
-    for step in range(count):
-        indices = feed.indices(step)
-        images = feed.images(indices, step).numpy()
-        batches.append(synchronous.Batch(indices, images, feed.labels(indices).numpy()))
-    stack = build_stack(MODEL)
-    history = synchronous.train(
-        lambda: synchronous.vision_transformer(**MODEL.args),
-        stack.initial_weights(0, len(stack), job.seed, dtype=torch.float64),
-        recipe,
-        batches,
-        [spec.lr] * count,
-    )
-    found = [
-        f"loss of step {step}: {ours}, but {theirs}"
-        for step, (ours, theirs) in enumerate(zip(losses(run_dir), history.losses, strict=True))
-        if not abs(ours - theirs) <= limit * theirs
-    ]
-    expected = history.updates[-1].weights | {
-        f"{name}, {key}": value
-        for name, values in history.optimizer.items()
-        for key, value in values.items()
-    }
-    return found + differences(state_of(run_dir), expected, limit)

@@ -18,6 +18,7 @@ from runtimes.job import Job, OptimizerSpec, SwitchSpec, Task
 from runtimes.plan import Plan
 from runtimes.systems import SYSTEMS
 from tests.processes import run_ranks
+from tests.runtimes.execution.run_references import unlike_plain_training
 from tests.runtimes.execution.runs import (
     TWO,
     cut_back,
@@ -27,7 +28,6 @@ from tests.runtimes.execution.runs import (
     steps,
     train,
     train_in_process,
-    unlike_plain_training,
     write_data,
 )
 
