@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -36,6 +36,7 @@ from runtimes.system import System, evaluation_program
 from runtimes.systems import get_system
 
 __all__ = ["ActionTimeoutError", "DistributedEngine", "clock_offsets"]
+
 
 class ActionTimeoutError(RuntimeError):
     """An action waited longer than its time-out."""
@@ -205,6 +206,15 @@ class _End:
         work, squares = self._squares.pop(action.unit)
         self._wait(work, action)
         return squares
+
+    def messages(self) -> Iterator[Tensor]:
+        for link in self._links.values():
+            yield from (tensor for _, tensor in link.posted)
+            yield from (tensor for _, _, tensor in link.sent)
+
+    def reductions(self) -> Iterator[Tensor]:
+        for reductions in self._reductions.values():
+            yield from (flat for _, flat, _ in reductions)
 
     def close(self) -> None:
         for link in self._links.values():
