@@ -1,6 +1,6 @@
 """One rank a process, over torch.distributed: gloo on CPUs, nccl on GPUs.
 
-Receives are posted ahead (``AHEAD`` a channel), sends are never awaited, and activations and
+Receives are posted ahead, sends are not awaited before they have arrived, and activations and
 gradients have process groups of their own: a backend that orders messages by arrival cannot then
 hold one behind the other.  A wait that runs out of time is the end of the job, since a gloo pair
 is closed for good by it.
@@ -29,16 +29,13 @@ from runtimes.job import Job, Task
 from runtimes.model.stack import LayerStack
 from runtimes.plan import Plan
 from runtimes.schedule import Program
-from runtimes.schedule.action import RECEIVES, SENDS, Action, Op
+from runtimes.schedule.action import SENDS, Action, Op
+from runtimes.schedule.posting import AHEAD, posting
 from runtimes.schedule.program import channel
 from runtimes.system import System, evaluation_program
 from runtimes.systems import get_system
 
 __all__ = ["ActionTimeoutError", "DistributedEngine", "clock_offsets"]
-
-#: Receives posted ahead on each channel.  Two let a message arrive while another is used; more
-#: would only hold more memory, since a sender is never made to wait.
-AHEAD = 2
 
 
 class ActionTimeoutError(RuntimeError):
@@ -53,61 +50,26 @@ def _group(ranks: Sequence[int]) -> dist.ProcessGroup:
 @dataclass
 class _Link:
     """One channel as this rank sees it: the rank at its other end, the group, the shape of a
-    sample; and of a channel it receives on, what comes next and what is posted already."""
+    sample; of a channel it receives on, what is posted; of one it sends on, what is under way."""
 
     other: int
     group: dist.ProcessGroup
     shape: Sequence[int]
-    waiting: deque[Action] = field(default_factory=deque)
     posted: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
-
-
-class _Reach:
-    """Which receives of a stream a rank has come to, as of Program.rendezvous."""
-
-    def __init__(self, stream: Iterator[Action]):
-        self._stream, self._ahead, self._given = stream, deque[Action](), 0
-
-    def begin(self) -> Iterator[Action]:
-        return self._reached()
-
-    def past(self, action: Action, *, inclusive: bool = False) -> Iterator[Action]:
-        """The receives that are in reach behind ``action`` (or, ``inclusive``, with it), each given
-        once; nothing before it is left to do."""
-        while self._ahead or self._more():
-            if self._ahead[0] == action and inclusive:
-                break
-            passed = self._ahead.popleft()
-            self._given -= self._given > 0
-            if passed == action:
-                break
-        return self._reached()
-
-    def _more(self) -> bool:
-        action = next(self._stream, None)
-        if action is not None:
-            self._ahead.append(action)
-        return action is not None
-
-    def _reached(self) -> Iterator[Action]:
-        """Up to the first action that may take its time."""
-        position = 0
-        while position < len(self._ahead) or self._more():
-            action = self._ahead[position]
-            position += 1
-            if action.op in RECEIVES:
-                if position > self._given:
-                    yield action
-            elif action.op not in (Op.R, Op.SEND_GRAD):
-                break
-            self._given = max(self._given, position)
+    sent: deque[tuple[int, dist.Work, Tensor]] = field(default_factory=deque)
 
 
 class _End:
-    """This rank's end of the process groups."""
+    """This rank's end of the process groups.
 
-    def __init__(self, plan: Plan, rank: int, timeout_s: float):
-        self.plan, self.rank = plan, rank
+    gloo drops a message whose handle and tensor are gone, and does not say whether one has arrived
+    without being waited for.  But a unit's gradient comes back only after its activation has
+    arrived; and a gradient is of a unit in flight at the stage before, at most ``in_flight``, so
+    the one sent that many before has arrived.  Both can be let go of without waiting.
+    """
+
+    def __init__(self, plan: Plan, rank: int, timeout_s: float, in_flight: int):
+        self.plan, self.rank, self.in_flight = plan, rank, in_flight
         self.timeout_s, self._timeout = timeout_s, timedelta(seconds=timeout_s)
         self.device: torch.device
         self.dtype: torch.dtype
@@ -121,7 +83,6 @@ class _End:
                 self.replicas[number] = _group(stage.ranks)
         self.everyone = _group(everyone)
         self._links: dict[tuple[Op, int | None], _Link] = {}
-        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
         #: Sums of squares under way, by update.
         self._squares: dict[int, tuple[dist.Work, Tensor]] = {}
         self._reductions: dict[int, list[tuple[dist.Work, Tensor, Sequence[Tensor]]]] = {}
@@ -130,18 +91,9 @@ class _End:
         streams = program.of_rank(self.rank)
         if len(streams) != 1:
             raise ValueError(f"a rank runs one stream over torch.distributed, not {len(streams)}")
-        self._upcoming = (action for action in streams[0] if action.op in RECEIVES)
-        # A sender never has more under way than its units in flight; only an evaluation, in
-        # which nothing flows back, could run ahead for ever.
-        in_flight = max(program.batches.micro_batches, self.plan.world_size)
-        limit = in_flight if program.training else 1
-        neighbours = max(stage.replicas for stage in self.plan.stages)
-        self._most_sends = (2 * limit + AHEAD) * 2 * neighbours
-        self._rendezvous = _Reach(iter(streams[0])) if program.rendezvous else None
-        if self._rendezvous is not None:
-            self._post_reached(self._rendezvous.begin())
-        else:
-            self._post_ahead()
+        self._program = program
+        self._posting = posting(streams[0], rendezvous=program.rendezvous)
+        self._post(self._posting.begin())
 
     def _link(self, action: Action) -> _Link:
         """The channel of a send or receive, which in one stream its kind and peer tell."""
@@ -155,40 +107,26 @@ class _End:
             self._links[action.op, action.peer] = link
         return link
 
-    def _post_ahead(self) -> None:
-        """Look as far ahead in the stream as it takes to have a next receive for each channel."""
-        for action in self._upcoming:
-            link = self._link(action)
-            link.waiting.append(action)
-            self._fill(link)
-            if len(link.waiting) > AHEAD:
-                break
-
-    def _fill(self, link: _Link) -> None:
-        while link.waiting and len(link.posted) < AHEAD:
-            self._post(link, link.waiting.popleft())
-
-    def _post(self, link: _Link, action: Action) -> None:
-        assert action.interval is not None
-        shape = (action.interval[1] - action.interval[0], *link.shape)
-        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-        work = dist.irecv(tensor, src=link.other, group=link.group)
-        assert work is not None
-        link.posted.append((work, tensor))
-
-    def _post_reached(self, receives: Iterable[Action]) -> None:
+    def _post(self, receives: Iterable[Action]) -> None:
         for action in receives:
-            self._post(self._link(action), action)
+            link = self._link(action)
+            assert action.interval is not None
+            shape = (action.interval[1] - action.interval[0], *link.shape)
+            tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+            work = dist.irecv(tensor, src=link.other, group=link.group)
+            assert work is not None
+            link.posted.append((work, tensor))
 
     def ready(self, action: Action) -> bool:
         """A single stream has nothing else to do: it blocks in the wait."""
         return True
 
-    def _wait(self, work: dist.Work, action: Action) -> None:
+    def _wait(self, work: dist.Work, action: Action, *, on_stream: bool = False) -> None:
+        """``on_stream``: on an accelerator only its stream waits."""
         begin = perf_counter_ns()
         try:
             work.wait(self._timeout)
-            if self.device.type != "cpu":
+            if self.device.type != "cpu" and not on_stream:
                 torch.accelerator.current_stream(self.device).synchronize()
         except RuntimeError as error:
             waited = (perf_counter_ns() - begin) / 1e9
@@ -202,35 +140,40 @@ class _End:
     def send(self, action: Action, tensor: Tensor) -> None:
         link = self._link(action)
         tensor = tensor.contiguous()
-        if self._rendezvous is not None and action.op == Op.SEND_GRAD:
-            # The next activation's receive is posted before the gradient leaves.
-            self._post_reached(self._rendezvous.past(action))
+        self._post(self._posting.before(action))
         work = dist.isend(tensor, dst=link.other, group=link.group)
         assert work is not None
-        if self._rendezvous is not None and action.op == Op.SEND_ACT:
+        if self._program.rendezvous and action.op == Op.SEND_ACT:
             self._wait(work, action)
-            self._post_reached(self._rendezvous.past(action))
+        else:
+            link.sent.append((action.unit, work, tensor))
+            self._let_go(link, action)
+        self._post(self._posting.after(action))
+
+    def _let_go(self, link: _Link, action: Action) -> None:
+        """Of what has arrived, now that ``action`` is sent."""
+        if not self._program.training:
+            # Nothing flows back, and a sender could run ahead for ever.
+            most = AHEAD
+        elif action.op == Op.SEND_GRAD:
+            most = self.in_flight
+        else:
             return
-        # The handle and the tensor live until the message has gone: gloo drops it otherwise.
-        self._sends.append((work, tensor))
-        if len(self._sends) > self._most_sends:
-            self._wait(self._sends.popleft()[0], action)
+        while len(link.sent) > most:
+            self._wait(link.sent.popleft()[1], action, on_stream=True)
 
     def receive(self, action: Action, shape: Sequence[int]) -> Tensor:
         link = self._link(action)
-        if self._rendezvous is not None:
-            self._post_reached(self._rendezvous.past(action, inclusive=True))
-        else:
-            while not link.posted:
-                self._post_ahead()
+        self._post(self._posting.before(action))
         work, tensor = link.posted.popleft()
         self._wait(work, action)
         assert tensor.shape == shape
-        if self._rendezvous is not None:
-            return tensor
-        self._fill(link)
-        if not link.waiting:
-            self._post_ahead()
+        if action.op == Op.RECV_GRAD and not self._program.rendezvous:
+            there = self._links[Op.SEND_ACT, action.peer]
+            for entry in [entry for entry in there.sent if entry[0] == action.unit]:
+                self._wait(entry[1], action, on_stream=True)
+                there.sent.remove(entry)
+        self._post(self._posting.after(action))
         return tensor
 
     def reduce(self, action: Action, tensors: Sequence[Tensor]) -> None:
@@ -264,10 +207,20 @@ class _End:
         self._wait(work, action)
         return squares
 
+    def messages(self) -> Iterator[Tensor]:
+        for link in self._links.values():
+            yield from (tensor for _, tensor in link.posted)
+            yield from (tensor for _, _, tensor in link.sent)
+
+    def reductions(self) -> Iterator[Tensor]:
+        for reductions in self._reductions.values():
+            yield from (flat for _, flat, _ in reductions)
+
     def close(self) -> None:
-        while self._sends:
-            work, _ = self._sends.popleft()
-            self._wait(work, Action(0, *self.plan.place(self.rank), Op.SEND_ACT, 0))
+        for link in self._links.values():
+            while link.sent:
+                _, work, _ = link.sent.popleft()
+                self._wait(work, Action(0, *self.plan.place(self.rank), Op.SEND_ACT, 0))
         unused = any(link.posted for link in self._links.values())
         assert not unused, "receives were posted that nothing used"
 
@@ -328,7 +281,9 @@ class DistributedEngine:
         self.system = system or get_system(task.system, task.options)
         self.system.check(task.plan)
         self.norm = job.optimizer.global_norm
-        self.end = _End(task.plan, rank, job.action_timeout_s)
+        stage, _ = task.plan.place(rank)
+        before_it = self.system.declared(task.plan).in_flight(stage - 1) if stage else 0
+        self.end = _End(task.plan, rank, job.action_timeout_s, before_it)
         self.worker = Worker(
             job,
             task,

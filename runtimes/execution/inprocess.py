@@ -7,7 +7,7 @@ time result.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -42,8 +42,8 @@ class Mailbox:
         #: (pipeline, update) → rank → its share of the norm's square.
         self.squares: dict[tuple[int, int], dict[int, Tensor]] = defaultdict(dict)
 
-    def endpoint(self) -> _End:
-        return _End(self)
+    def endpoint(self, rank: int) -> _End:
+        return _End(self, rank)
 
     def complete(self, key: _Collective) -> None:
         """Sum in the order of replicas, so that the result is bitwise the same for all."""
@@ -59,8 +59,8 @@ class Mailbox:
 class _End:
     """One rank's end of the mailbox."""
 
-    def __init__(self, box: Mailbox):
-        self.box = box
+    def __init__(self, box: Mailbox, rank: int):
+        self.box, self.rank = box, rank
 
     def open(self, program: Program) -> None:
         """The mailbox takes any message at any time."""
@@ -75,6 +75,9 @@ class _End:
         return action.op != Op.STEP or squares is None or len(squares) == self.box.plan.world_size
 
     def send(self, action: Action, tensor: Tensor) -> None:
+        if tensor.nbytes < tensor.untyped_storage().nbytes():
+            # The receiver of a part must not keep the whole alive.
+            tensor = tensor.clone()
         self.box.queues[channel(action, self.box.plan)].append((action, tensor))
 
     def receive(self, action: Action, shape: Sequence[int]) -> Tensor:
@@ -106,6 +109,16 @@ class _End:
     def finish_norm(self, action: Action) -> Tensor:
         shares = self.box.squares[action.pipeline, action.unit]
         return torch.stack([shares[rank] for rank in sorted(shares)]).sum()
+
+    def messages(self) -> Iterator[Tensor]:
+        """A message lies with its sender until it is taken."""
+        for key, queue in self.box.queues.items():
+            if key.sender == self.rank:
+                yield from (tensor for _, tensor in queue)
+
+    def reductions(self) -> Iterator[Tensor]:
+        """They are made in the gradients themselves."""
+        return iter(())
 
     def close(self) -> None:
         """Nothing is under way in one process: what was sent lies in the mailbox."""
@@ -155,7 +168,7 @@ class InProcess:
                 stack,
                 feed,
                 rank,
-                self.box.endpoint(),
+                self.box.endpoint(rank),
                 self.system,
                 before=before,
                 keep_gradients=keep_gradients,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -41,6 +41,12 @@ class Endpoint(Protocol):
 
     def finish_norm(self, action: Action) -> Tensor:
         """The sum of an update's squares, when all ranks have given theirs."""
+
+    def messages(self) -> Iterator[Tensor]:
+        """What this end keeps of messages: to receive into, and until they have arrived."""
+
+    def reductions(self) -> Iterator[Tensor]:
+        """What it keeps of reductions under way, beside the gradients."""
 
     def close(self) -> None:
         """The program has run: nothing of it is under way any more."""

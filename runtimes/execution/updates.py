@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter_ns
 
 import torch
@@ -56,6 +56,11 @@ class StageUpdates:
     def made(self, unit: int, version: int) -> None:
         """A backward of the unit has added to the gradients of ``version``."""
         self._made_on[self.program.update(self.stage, unit)] = version
+
+    def gradients(self) -> Iterator[Tensor]:
+        """Those taken and not stepped yet."""
+        for taken in self._taken.values():
+            yield from (gradient for gradient in taken.values() if gradient is not None)
 
     def _source(self, update: int) -> int:
         """The version whose parameters hold the update's gradients.  A replica without a sample

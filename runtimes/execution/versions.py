@@ -7,7 +7,7 @@ gradients; this module therefore steps either in place on a set that nobody uses
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +49,11 @@ class WeightVersions:
     @property
     def current(self) -> dict[str, Parameter]:
         return self._sets[self.latest]
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Of all sets, also of those that only wait to hold a later version."""
+        for weights in (*self._sets.values(), *self._free):
+            yield from weights.values()
 
     def acquire(self, version: int) -> dict[str, Parameter]:
         """The parameters of a version, for a unit that now begins to depend on them."""

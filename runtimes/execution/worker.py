@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns, thread_time_ns
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from runtimes.execution.criterion import cross_entropy_sum
 from runtimes.execution.engine import Accuracy, Feed
+from runtimes.execution.flight import Flight
 from runtimes.execution.optimizer import build_optimizer
 from runtimes.execution.precision import autocast, dtype_of, synchronize
 from runtimes.execution.trace import Trace
@@ -28,25 +28,6 @@ from runtimes.schedule.program import Program
 from runtimes.system import System
 
 __all__ = ["Worker"]
-
-
-@dataclass
-class _Flight:
-    """A unit in flight at this rank."""
-
-    parameters: dict[str, torch.nn.Parameter]
-    step: int
-    samples: np.ndarray[Any, Any]
-    first: int  #: Of the samples, counted within the unit.
-    #: Pieces of its samples by the first of them.
-    received: dict[Op, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
-    #: Samples handed to the transport.
-    sent: dict[Op, int] = field(default_factory=lambda: defaultdict(int))
-    #: (input, output) of each part of the backward, in the order of the forward.
-    pieces: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    input: Tensor | None = None
-    output: Tensor | None = None
-    gradient: Tensor | None = None
 
 
 @dataclass
@@ -122,7 +103,8 @@ class Worker:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.evaluated = 0
         self.peak_in_flight = 0
-        self._flights: dict[tuple[int, int], _Flight] = {}
+        #: By pipeline and unit.
+        self.flights: dict[tuple[int, int], Flight] = {}
         sample = feed.images(feed.indices(0)[:1], 0).shape[1:]
         self.shapes = stack.output_shapes(sample, self.dtype)
         self._perform = {
@@ -183,7 +165,7 @@ class Worker:
         self.endpoint.close()
         synchronize(self.device)
         self.trace.finish()
-        assert not self._flights, f"units left in flight: {sorted(self._flights)}"
+        assert not self.flights, f"units left in flight: {sorted(self.flights)}"
 
     def _ready(self, action: Action) -> bool:
         if self._awaited and not self._done.issuperset(self.program.after.get(action, ())):
@@ -204,8 +186,8 @@ class Worker:
 
     # -- computing -------------------------------------------------------------------------
 
-    def _flight(self, action: Action) -> _Flight:
-        flight = self._flights.get((action.pipeline, action.unit))
+    def _flight(self, action: Action) -> Flight:
+        flight = self.flights.get((action.pipeline, action.unit))
         if flight is None:
             batch_index = self.program.batches.batch(action.unit)
             low, _ = self.program.batches.samples(action.pipeline, action.unit)
@@ -220,7 +202,7 @@ class Worker:
             else:
                 begin = batch_index * self.program.batches.sizes[0] + low
                 samples = np.arange(begin + first, begin + last)
-            flight = self._flights[action.pipeline, action.unit] = _Flight({}, step, samples, first)
+            flight = self.flights[action.pipeline, action.unit] = Flight({}, step, samples, first)
         return flight
 
     def _bind(self, parameters: dict[str, torch.nn.Parameter]) -> None:
@@ -228,7 +210,7 @@ class Worker:
             self.module.bind(parameters | self.constants)
             self._bound = parameters
 
-    def _run(self, flight: _Flight, x: Tensor) -> Tensor:
+    def _run(self, flight: Flight, x: Tensor) -> Tensor:
         """Through the stage's layers, cutting the graph at the boundaries of the parts."""
         self.module.random.set(flight.step, flight.samples)
         self._bind(flight.parameters)
@@ -244,7 +226,7 @@ class Worker:
             x = out
         return x if self.is_last else x.to(self.dtype)
 
-    def _loss(self, flight: _Flight, logits: Tensor) -> Tensor:
+    def _loss(self, flight: Flight, logits: Tensor) -> Tensor:
         labels = self.active_feed.labels(flight.samples)
         batch = self.program.batches.sizes[flight.step - self.first_step]
         return cross_entropy_sum(logits, labels, self.job.label_smoothing) / batch
@@ -260,7 +242,7 @@ class Worker:
         assert action.version is not None
         flight.parameters = self.versions.acquire(action.version)
         self.peak_in_flight = max(
-            self.peak_in_flight, sum(bool(f.parameters) for f in self._flights.values())
+            self.peak_in_flight, sum(bool(f.parameters) for f in self.flights.values())
         )
         if self.stage.recompute:
             flight.input = x
@@ -269,7 +251,7 @@ class Worker:
             if self.is_last:
                 self._finish_forward(flight, count=True)
 
-    def _finish_forward(self, flight: _Flight, *, count: bool) -> None:
+    def _finish_forward(self, flight: Flight, *, count: bool) -> None:
         """The last stage's output is its share of the loss."""
         assert flight.output is not None
         loss = self._loss(flight, flight.output)
@@ -281,7 +263,7 @@ class Worker:
             share = loss.detach()
             self.losses[flight.step] = share if so_far is None else so_far + share
 
-    def _forward_only(self, action: Action, flight: _Flight, x: Tensor) -> None:
+    def _forward_only(self, action: Action, flight: Flight, x: Tensor) -> None:
         flight.parameters = self.versions.current
         with torch.no_grad():
             flight.output = self._run(flight, x)
@@ -292,19 +274,20 @@ class Worker:
             self.loss_sum += cross_entropy_sum(logits, labels, 0.0).to(torch.float64)
             self.evaluated += len(flight.samples)
             # Without a backward a unit is over here, or with its last send.
-            del self._flights[action.pipeline, action.unit]
+            del self.flights[action.pipeline, action.unit]
 
     def _recompute(self, action: Action) -> None:
         """Again on the same version with the same keyed randomness: nothing to restore."""
-        flight = self._flights[action.pipeline, action.unit]
+        flight = self.flights[action.pipeline, action.unit]
         assert flight.input is not None
         x, flight.input = flight.input, None
-        flight.output = self._run(flight, x)
-        if self.is_last:
+        output = self._run(flight, x)
+        if self.is_last:  # Others have sent theirs.
+            flight.output = output
             self._finish_forward(flight, count=False)
 
     def _backward(self, action: Action) -> None:
-        flight = self._flights[action.pipeline, action.unit]
+        flight = self.flights[action.pipeline, action.unit]
         if action.part in (None, 0) and not self.is_last:
             flight.gradient = self._received(flight, Op.RECV_GRAD)
         count = len(flight.pieces) if action.part is None else 1
@@ -320,7 +303,7 @@ class Worker:
             self.versions.release(action.version)
             flight.parameters = {}
             if self.is_first:
-                del self._flights[action.pipeline, action.unit]
+                del self.flights[action.pipeline, action.unit]
 
     # -- messages --------------------------------------------------------------------------
 
@@ -332,7 +315,7 @@ class Worker:
         tensor = self.endpoint.receive(action, (count, *self.shapes[boundary]))
         flight.received[action.op][action.interval[0]] = tensor
 
-    def _received(self, flight: _Flight, op: Op) -> Tensor | None:
+    def _received(self, flight: Flight, op: Op) -> Tensor | None:
         """What was received for a unit, in the order of its samples: a piece may come early."""
         pieces = flight.received.pop(op, {})
         if not pieces:
@@ -340,7 +323,7 @@ class Worker:
         ordered = [pieces[first] for first in sorted(pieces)]
         return ordered[0] if len(ordered) == 1 else torch.cat(ordered)
 
-    def _mine(self, flight: _Flight, action: Action, tensor: Tensor) -> tuple[Tensor, bool]:
+    def _mine(self, flight: Flight, action: Action, tensor: Tensor) -> tuple[Tensor, bool]:
         """The part of this replica's tensor that a message carries, and whether all has gone."""
         assert action.interval is not None
         first, last = action.interval
@@ -349,22 +332,22 @@ class Worker:
         return piece, flight.sent[action.op] == len(tensor)
 
     def _send_activation(self, action: Action) -> None:
-        flight = self._flights[action.pipeline, action.unit]
+        flight = self.flights[action.pipeline, action.unit]
         assert flight.output is not None
         piece, last = self._mine(flight, action, flight.output.detach())
         self.endpoint.send(action, piece)
         if last:
             flight.output = None
             if not self.program.training:
-                del self._flights[action.pipeline, action.unit]
+                del self.flights[action.pipeline, action.unit]
 
     def _send_gradient(self, action: Action) -> None:
-        flight = self._flights[action.pipeline, action.unit]
+        flight = self.flights[action.pipeline, action.unit]
         assert flight.gradient is not None
         piece, last = self._mine(flight, action, flight.gradient)
         self.endpoint.send(action, piece)
         if last:
-            del self._flights[action.pipeline, action.unit]
+            del self.flights[action.pipeline, action.unit]
 
     # -- results ---------------------------------------------------------------------------
 

@@ -1,0 +1,154 @@
+"""Bytes that the ranks of this process hold, counted from the storages of their real tensors.
+
+weights      every version, sets that wait to hold a later one, frozen parameters, buffers
+gradients    accumulated, taken and not yet stepped, and the buckets that are being reduced
+optimizer    state
+activations  what autograd saved for the backwards of units in flight, their inputs and outputs,
+             and the inputs kept for recomputation
+messages     receives posted, tensors received and not yet used, tensors to be sent or under way
+
+A storage counts once a rank, in the first kind that it belongs to: a weight that autograd saved is
+a weight.  Counted is what is there between actions; inside of one there is besides what its kernels
+take for a moment.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from runtimes.execution.worker import Worker
+from runtimes.schedule.action import Action
+
+__all__ = ["KINDS", "MemoryObserver", "Peak", "held"]
+
+KINDS = ("weights", "gradients", "optimizer", "activations", "messages")
+
+
+class _Saved:
+    """What autograd keeps in the place of a tensor, exactly as long as it would keep that."""
+
+    def __init__(self, tensor: Tensor):
+        # Detached: an output of the operation that saves it would else keep itself alive.
+        self.tensor = tensor.detach()
+
+
+@dataclass
+class Peak:
+    """The most bytes that a rank held of each kind, and of all kinds together, which is less than
+    the sum of the kinds' peaks; ``at``: the action after which it held the most."""
+
+    kinds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    total: int = 0
+    at: Action | None = None
+
+
+def held(worker: Worker, saved: Iterator[Tensor] | Sequence[Tensor] = ()) -> dict[str, int]:
+    """Bytes of each kind that the worker's rank holds; ``saved``: tensors that autograd saved."""
+    versions, flights = worker.versions, worker.flights.values()
+    kinds: tuple[tuple[str, Iterator[Tensor | None]], ...] = (
+        ("weights", iter((*versions.parameters(), *worker.constants.values()))),
+        ("gradients", _gradients(worker)),
+        (
+            "optimizer",
+            (v for s in versions.optimizer.state.values() for v in s.values() if _is_tensor(v)),
+        ),
+        ("activations", iter((*saved, *(t for f in flights for t in f.activations())))),
+        (
+            "messages",
+            iter((*(t for f in flights for t in f.messages()), *worker.endpoint.messages())),
+        ),
+    )
+    seen: set[int] = set()
+    found = dict.fromkeys(KINDS, 0)
+    for kind, tensors in kinds:
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                found[kind] += storage.nbytes()
+    return found
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _gradients(worker: Worker) -> Iterator[Tensor | None]:
+    for parameter in worker.versions.parameters():
+        yield parameter.grad
+    yield from worker.updates.gradients()
+    yield from worker.endpoint.reductions()
+
+
+class MemoryObserver:
+    """Counts after every action of the workers while it is entered; ``peaks`` by rank.
+
+    ``each`` is called after every count with rank, action and the bytes.  The workers are those of
+    this thread: all ranks of an in-process engine, or the one of a process.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        *,
+        each: Callable[[int, Action, dict[str, int]], None] | None = None,
+    ):
+        self.peaks = {worker.rank: Peak() for worker in workers}
+        self._workers = {worker.rank: worker for worker in workers}
+        self._saved: dict[int, weakref.WeakSet[_Saved]] = {
+            rank: weakref.WeakSet() for rank in self._workers
+        }
+        self._each = each
+        self._acting: tuple[int, Action] | None = None
+
+    def __enter__(self) -> MemoryObserver:
+        self._stack = ExitStack()
+        for worker in self._workers.values():
+            self._stack.callback(setattr, worker, "before", worker.before)
+            worker.before = self._chained(worker, worker.before)
+        self._stack.enter_context(saved_tensors_hooks(self._pack, lambda saved: saved.tensor))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        self._count()
+
+    def _chained(
+        self, worker: Worker, before: Callable[[Action], None] | None
+    ) -> Callable[[Action], None]:
+        def act(action: Action) -> None:
+            self._count()
+            self._acting = worker.rank, action
+            if before is not None:
+                before(action)
+
+        return act
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        assert self._acting is not None, "a forward outside of the workers' actions"
+        saved = _Saved(tensor)
+        self._saved[self._acting[0]].add(saved)
+        return saved
+
+    def _count(self) -> None:
+        """What the rank that acted last holds now: nobody has acted since."""
+        if self._acting is None:
+            return
+        rank, action = self._acting
+        found = held(self._workers[rank], [saved.tensor for saved in self._saved[rank]])
+        peak, total = self.peaks[rank], sum(found.values())
+        for kind, count in found.items():
+            peak.kinds[kind] = max(peak.kinds[kind], count)
+        if total > peak.total:
+            peak.total, peak.at = total, action
+        if self._each is not None:
+            self._each(rank, action, found)

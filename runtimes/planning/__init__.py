@@ -1,0 +1,1 @@
+"""What a plan will need, before it runs."""

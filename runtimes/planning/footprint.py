@@ -1,0 +1,142 @@
+"""Bytes that a model's layers take: weights, messages, and what a forward keeps for its backward.
+
+Nothing is computed or allocated: layers run on fake tensors, which have shapes and storages of the
+device they are meant for, and choose its kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from runtimes.execution.criterion import cross_entropy_sum
+from runtimes.execution.precision import autocast, dtype_of
+from runtimes.job import Job
+from runtimes.model.stack import LayerStack
+
+__all__ = ["Footprint", "LayerKeeps"]
+
+
+@dataclass(frozen=True)
+class LayerKeeps:
+    """Of one layer's forward: storages that it alone keeps, and what it does with those that it
+    shares with its neighbours.  All in bytes."""
+
+    inner: int
+    input: bool
+    output: bool
+    output_bytes: int
+    #: The output is a view of the input.
+    view: bool
+
+
+class Footprint:
+    """Of a model as a job trains it: in its precision, on its device, with its loss."""
+
+    def __init__(self, job: Job, stack: LayerStack, image: Sequence[int]):
+        """``image``: shape of one sample."""
+        self._job, self._stack = job, stack
+        self._device, self._dtype = torch.device(job.device), dtype_of(job.precision)
+        shapes = (tuple(image), *stack.output_shapes(image, self._dtype))
+        self._shapes = shapes
+        #: Bytes of one sample's input of every layer, and of the model's output.
+        self.boundaries = tuple(math.prod(shape) * self._dtype.itemsize for shape in shapes)
+        self.layer = cache(self._layer)
+        #: Of every layer: trained weights and the number of their tensors; other weights, buffers.
+        self.weights, self.tensors, self.constants = [], [], []
+        for index in range(len(stack)):
+            module = stack.layers[index].module
+            trained = [p for p in module.parameters() if p.requires_grad]
+            fixed = [p for p in module.parameters() if not p.requires_grad]
+            self.weights.append(sum(p.numel() for p in trained) * self._dtype.itemsize)
+            self.tensors.append(len(trained))
+            self.constants.append(
+                sum(t.numel() * self._size(t) for t in (*fixed, *module.buffers()))
+            )
+
+    def _size(self, tensor: Tensor) -> int:
+        return self._dtype.itemsize if tensor.is_floating_point() else tensor.dtype.itemsize
+
+    def activations(self, first: int, last: int, samples: int, *, cuts: Sequence[int] = ()) -> int:
+        """A(n): bytes that the forward of ``samples`` through layers [first, last) keeps.
+
+        Storages that autograd saves, beside the weights, and what the worker holds until the
+        backward: the input and output of the stage and of each part (``cuts``).  A model's last
+        layer is followed by the loss, which takes the output's place.
+        """
+        total, held = 0, {first, *cuts}
+        # The first boundary at which a storage occurs stands for it.
+        storage, sizes = {first: first}, {first: samples * self.boundaries[first]}
+        for index in range(first, last):
+            keeps = self.layer(index, samples)
+            total += keeps.inner
+            storage[index + 1] = storage[index] if keeps.view else index + 1
+            sizes.setdefault(storage[index + 1], keeps.output_bytes)
+            held |= {index} if keeps.input else set()
+            held |= {index + 1} if keeps.output else set()
+        if last < len(self._stack):
+            held.add(last)
+        return total + sum(sizes[place] for place in {storage[boundary] for boundary in held})
+
+    def _reached(self, index: int) -> bool:
+        """Whether the gradient goes back through the layer's input, if its stage begins the model:
+        some layer before has weights."""
+        return any(self.tensors[:index])
+
+    def _layer(self, index: int, samples: int) -> LayerKeeps:
+        """What layer ``index`` keeps of so many samples; runs it on fake tensors."""
+        stage = self._stack.stage(index, index + 1, self._job.seed)
+        stage.random.set(0, np.arange(samples))
+        own = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
+        kept: dict[int, Tensor] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            # A storage's address is None here; its handle is unique while the tensor is kept.
+            return kept.setdefault(tensor.untyped_storage()._cdata, tensor.detach())
+
+        with FakeTensorMode():
+            weights = {
+                stage.names[name]: torch.empty(
+                    tensor.shape,
+                    dtype=self._dtype if tensor.is_floating_point() else tensor.dtype,
+                    device=self._device,
+                    requires_grad=tensor.requires_grad,
+                )
+                for name, tensor in own.items()
+            }
+            stage.bind(weights)
+            x = torch.empty(
+                (samples, *self._shapes[index]),
+                dtype=self._dtype,
+                device=self._device,
+                requires_grad=self._reached(index),
+            )
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                with autocast(self._job.precision, self._device):
+                    out: Tensor = stage(x)
+                loss = out
+                if index == len(self._stack) - 1:
+                    labels = torch.empty(samples, dtype=torch.int64, device=self._device)
+                    loss = cross_entropy_sum(out, labels, self._job.label_smoothing) / samples
+        others = {weight.untyped_storage()._cdata for weight in weights.values()}
+        given, made = x.untyped_storage(), out.untyped_storage()
+        others |= {given._cdata} | ({made._cdata} if loss is out else set())
+        return LayerKeeps(
+            inner=sum(
+                tensor.untyped_storage().nbytes()
+                for handle, tensor in kept.items()
+                if handle not in others
+            ),
+            input=given._cdata in kept,
+            output=loss is out and made._cdata in kept,
+            output_bytes=made.nbytes(),
+            view=made._cdata == given._cdata,
+        )

@@ -1,0 +1,64 @@
+"""The order in which one process performs the streams of all ranks."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from runtimes.schedule.action import RECEIVES, SENDS, Action, Op
+from runtimes.schedule.program import Program, channel
+
+__all__ = ["replay"]
+
+
+def replay(program: Program) -> Iterator[Action]:
+    """Rank after rank, each as far as it gets; of a rank's streams the first that can go on.
+
+    The rule of ``runtimes.execution.inprocess``.  The program must be valid.
+    """
+    plan = program.plan
+    streams = [[iter(stream) for stream in program.of_rank(r)] for r in range(plan.world_size)]
+    heads = [[next(stream, None) for stream in of_rank] for of_rank in streams]
+    mailbox: Counter[object] = Counter()
+    #: (pipeline, stage, update) → part → replicas that have joined its reduction.
+    joined: dict[tuple[int, int, int], Counter[int | None]] = defaultdict(Counter)
+    normed: Counter[tuple[int, int]] = Counter()
+    done: set[Action] = set()
+    awaited = {edge for edges in program.after.values() for edge in edges}
+
+    def ready(action: Action) -> bool:
+        if not done.issuperset(program.after.get(action, ())):
+            return False
+        if action.op in RECEIVES:
+            return mailbox[channel(action, plan)] > 0
+        if action.op not in (Op.NORM, Op.STEP):
+            return True
+        reductions = joined[action.pipeline, action.stage, action.unit].values()
+        if any(count < plan.stages[action.stage].replicas for count in reductions):
+            return False
+        norms = normed[action.pipeline, action.unit]
+        return action.op == Op.NORM or norms in (0, plan.world_size)
+
+    def perform(action: Action) -> None:
+        if action.op in RECEIVES | SENDS:
+            mailbox[channel(action, plan)] += 1 if action.op in SENDS else -1
+        elif action.op == Op.REDUCE:
+            joined[action.pipeline, action.stage, action.unit][action.part] += 1
+        elif action.op == Op.NORM:
+            normed[action.pipeline, action.unit] += 1
+        done.update({action} & awaited)
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, mine in enumerate(heads):
+            place = 0
+            while place < len(mine):
+                action = mine[place]
+                if action is None or not ready(action):
+                    place += 1
+                    continue
+                perform(action)
+                yield action
+                mine[place] = next(streams[rank][place], None)
+                moved, place = True, 0
