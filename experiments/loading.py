@@ -201,8 +201,9 @@ def _complaint(detail: ErrorDetails) -> str:
             choice.strip(" '") for choice in context["expected"].replace(" or ", ",").split(",")
         ]
         return f"{key} is {value!r}, which is unknown{did_you_mean(str(value), known)}"
-    if kind == "model_type":
-        return f"{key} is {value!r}, but must be a table"
+    kinds = {"model_type": "a table", "tuple_type": "a list", "finite_number": "a finite number"}
+    if kind in kinds:
+        return f"{key} is {value!r}, but must be {kinds[kind]}"
     limits = {
         "greater_than_equal": ("at least", "ge"),
         "greater_than": ("above", "gt"),

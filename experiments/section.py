@@ -17,4 +17,5 @@ Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # TOML has inf and nan, which no setting means.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

@@ -15,7 +15,7 @@ take for a moment.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,12 +41,23 @@ class _Saved:
 
 @dataclass
 class Peak:
-    """The most bytes that a rank held of each kind, and of all kinds together, which is less than
-    the sum of the kinds' peaks; ``at``: the action after which it held the most."""
+    """The most that a rank held: ``kinds``, the most bytes of each kind, which need not be at one
+    moment; ``at_once``, the bytes of each at the moment of the largest sum, which is after action
+    ``at``."""
 
     kinds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    total: int = 0
+    at_once: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     at: Action | None = None
+
+    @property
+    def total(self) -> int:
+        return sum(self.at_once.values())
+
+    def see(self, found: Mapping[str, int], action: Action) -> None:
+        """After ``action`` the rank holds ``found``."""
+        self.kinds = {kind: max(most, found[kind]) for kind, most in self.kinds.items()}
+        if sum(found.values()) > self.total:
+            self.at_once, self.at = dict(found), action
 
 
 def held(worker: Worker, saved: Iterator[Tensor] | Sequence[Tensor] = ()) -> dict[str, int]:
@@ -145,10 +156,6 @@ class MemoryObserver:
             return
         rank, action = self._acting
         found = held(self._workers[rank], [saved.tensor for saved in self._saved[rank]])
-        peak, total = self.peaks[rank], sum(found.values())
-        for kind, count in found.items():
-            peak.kinds[kind] = max(peak.kinds[kind], count)
-        if total > peak.total:
-            peak.total, peak.at = total, action
+        self.peaks[rank].see(found, action)
         if self._each is not None:
             self._each(rank, action, found)

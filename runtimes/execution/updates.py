@@ -58,7 +58,8 @@ class StageUpdates:
         self._made_on[self.program.update(self.stage, unit)] = version
 
     def gradients(self) -> Iterator[Tensor]:
-        """Those taken and not stepped yet."""
+        """Those taken and not stepped yet, and those that were asked to be kept."""
+        yield from self.last_gradients.values()
         for taken in self._taken.values():
             yield from (gradient for gradient in taken.values() if gradient is not None)
 

@@ -7,19 +7,18 @@ device they are meant for, and choose its kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from runtimes.execution.criterion import cross_entropy_sum
 from runtimes.execution.precision import autocast, dtype_of
-from runtimes.job import Job
+from runtimes.job import Precision
 from runtimes.model.stack import LayerStack
 
 __all__ = ["Footprint", "LayerKeeps"]
@@ -39,17 +38,25 @@ class LayerKeeps:
 
 
 class Footprint:
-    """Of a model as a job trains it: in its precision, on its device, with its loss."""
+    """Of a model with its loss, trained in this precision on this device; ``image``: shape of one
+    sample."""
 
-    def __init__(self, job: Job, stack: LayerStack, image: Sequence[int]):
-        """``image``: shape of one sample."""
-        self._job, self._stack = job, stack
-        self._device, self._dtype = torch.device(job.device), dtype_of(job.precision)
-        shapes = (tuple(image), *stack.output_shapes(image, self._dtype))
+    def __init__(
+        self,
+        stack: LayerStack,
+        image: Sequence[int],
+        *,
+        precision: Precision = "float32",
+        device: str = "cpu",
+        label_smoothing: float = 0.0,
+    ):
+        self._stack, self._precision, self._smoothing = stack, precision, label_smoothing
+        self._device, self._dtype = torch.device(device), dtype_of(precision)
+        shapes = (tuple(image), *stack.output_shapes(tuple(image), self._dtype))
         self._shapes = shapes
         #: Bytes of one sample's input of every layer, and of the model's output.
         self.boundaries = tuple(math.prod(shape) * self._dtype.itemsize for shape in shapes)
-        self.layer = cache(self._layer)
+        self._kept: dict[Hashable, LayerKeeps] = {}
         #: Of every layer: trained weights and the number of their tensors; other weights, buffers.
         self.weights, self.tensors, self.constants = [], [], []
         for index in range(len(stack)):
@@ -91,9 +98,16 @@ class Footprint:
         some layer before has weights."""
         return any(self.tensors[:index])
 
-    def _layer(self, index: int, samples: int) -> LayerKeeps:
-        """What layer ``index`` keeps of so many samples; runs it on fake tensors."""
-        stage = self._stack.stage(index, index + 1, self._job.seed)
+    def layer(self, index: int, samples: int) -> LayerKeeps:
+        """What the forward of ``samples`` through layer ``index`` keeps."""
+        module, last = self._stack.layers[index].module, index == len(self._stack) - 1
+        key = (_build(module), self._shapes[index], self._reached(index), last, samples)
+        if key not in self._kept:
+            self._kept[key] = self._run(index, samples)
+        return self._kept[key]
+
+    def _run(self, index: int, samples: int) -> LayerKeeps:
+        stage = self._stack.stage(index, index + 1)
         stage.random.set(0, np.arange(samples))
         own = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
         kept: dict[int, Tensor] = {}
@@ -120,12 +134,13 @@ class Footprint:
                 requires_grad=self._reached(index),
             )
             with saved_tensors_hooks(pack, lambda tensor: tensor):
-                with autocast(self._job.precision, self._device):
+                with autocast(self._precision, self._device):
                     out: Tensor = stage(x)
                 loss = out
                 if index == len(self._stack) - 1:
                     labels = torch.empty(samples, dtype=torch.int64, device=self._device)
-                    loss = cross_entropy_sum(out, labels, self._job.label_smoothing) / samples
+                    loss = cross_entropy_sum(out, labels, self._smoothing) / samples
+                    kept[loss.untyped_storage()._cdata] = loss
         others = {weight.untyped_storage()._cdata for weight in weights.values()}
         given, made = x.untyped_storage(), out.untyped_storage()
         others |= {given._cdata} | ({made._cdata} if loss is out else set())
@@ -140,3 +155,29 @@ class Footprint:
             output_bytes=made.nbytes(),
             view=made._cdata == given._cdata,
         )
+
+
+#: What torch itself keeps in a module.
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+def _build(module: nn.Module) -> Hashable:
+    """Equal only for modules that do the same with other weights, as a model's blocks do: what does
+    not compare by value is different."""
+    return tuple(
+        (
+            name,
+            type(part),
+            *((key, _value(v)) for key, v in vars(part).items() if key not in _OF_TORCH),
+            *((key, p.shape, p.requires_grad) for key, p in part.named_parameters()),
+            *((key, b.shape, b.dtype) for key, b in part.named_buffers()),
+            *map(id, (*part._forward_hooks.values(), *part._forward_pre_hooks.values())),
+        )
+        for name, part in module.named_modules()
+    )
+
+
+def _value(value: object) -> Hashable:
+    if isinstance(value, tuple):
+        return tuple(map(_value, value))
+    return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)

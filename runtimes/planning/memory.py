@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runtimes.execution.accounting import KINDS, Peak
+from runtimes.execution.accounting import Peak
 from runtimes.job import Job, Task
 from runtimes.plan import StagePlan
 from runtimes.planning.census import Holding, census
@@ -42,9 +42,12 @@ def memory_peaks(
     job: Job, task: Task, footprint: Footprint, batches: Sequence[int] | None = None
 ) -> list[Peak]:
     """By rank, over a segment of these ``batches`` (default: as many full ones as it takes to be in
-    the steady state).  A segment too short for that holds at most as much."""
+    the steady state).  A segment too short for that holds at most as much.  A peer is taken for the
+    system of ours whose schedule it runs."""
     plan, system = task.plan, schedule_of(task.system, task.options)
-    sizes = tuple(batches or (job.batch_size,) * (2 + 2 * plan.world_size))
+    # Of batches that are units, as many are in flight as there are ranks.
+    enough = 2 + 2 * plan.world_size if plan.micro_batches == 1 else 4
+    sizes = tuple(batches or (job.batch_size,) * enough)
     norm = job.optimizer.global_norm
     program = system.program(plan, sizes, carried=system.carries, norm=norm)
     declared = system.declared(plan, carried=system.carries)
@@ -54,10 +57,7 @@ def memory_peaks(
         stage, _ = plan.place(rank)
         versions, peak = system.live_versions(plan, stage), Peak()
         for holding, action in found.items():
-            held = bytes_held(job, plan.stages[stage], versions, footprint, holding)
-            peak.kinds = {kind: max(peak.kinds[kind], held[kind]) for kind in KINDS}
-            if sum(held.values()) > peak.total:
-                peak.total, peak.at = sum(held.values()), action
+            peak.see(bytes_held(job, plan.stages[stage], versions, footprint, holding), action)
         peaks.append(peak)
     return peaks
 

@@ -170,6 +170,67 @@ def test_what_the_user_did_wrong_is_one_line_and_exit_2(
     assert len(answer.err) < 600
 
 
+SWITCH = "train.epochs=3 switch={{epoch={},system={{name='{}'}},plan={{stages=2{}}}}}"
+
+#: Settings of a run of dapple on 2 stages, 4 micro-batches: what is said of value, limit, way out.
+UNFIT = {
+    "plan.replicas=[1]": ("replicas has 1 numbers for 2 stages: one a stage",),
+    "plan.replicas=[2,0]": ("plan.replicas.1 is 0, but must be at least 1",),
+    "plan.replicas=2": ("plan.replicas is 2, but must be a list",),
+    "system.name=ashpipe": ("plan.micro_batches is 4", "set it to 1"),
+    "system.name=pipedream": ("plan.micro_batches is 4", "set it to 1"),
+    "system.name=pipedream_2bw plan.replicas=[1,2]": (
+        "not [1, 2]",
+        "choose one number, or ashpipe",
+    ),
+    "system.name=pipedream_2bw plan.micro_batches=1": (
+        "plan.micro_batches is 1 with 2 stages",
+        "use 2 or more",
+    ),
+    "system.name=pipedream_2bw system.options.drain=run": ("pipedream_2bw has no option 'drain'",),
+    "system.name=ashpipe system.options.drain=epochs": ("one of 'epoch', 'run'",),
+    "system.name=ashpipe plan.micro_batches=1 train.optimizer.clip=1": (
+        "ashpipe steps its stages at different times",
+        'set optimizer.clip_by = "stage"',
+    ),
+    "system.name=pipedream plan.micro_batches=1 train.optimizer.clip=1": (
+        "pipedream steps its stages at different times",
+        'set optimizer.clip_by = "stage"',
+    ),
+    "system.name=pipedream plan.micro_batches=1 plan.replicas=[1,2] "
+    "system.options.vertical_sync=true": (
+        "vertical_sync",
+        "with [1, 2] replicas",
+        "give every stage 1 replica, or leave it off",
+    ),
+    "train.optimizer.clip=0": ("train.optimizer.clip is 0, but must be above 0",),
+    "train.optimizer.clip=inf": ("train.optimizer.clip is inf, but must be a finite number",),
+    "train.optimizer.lr=inf": ("train.optimizer.lr is inf, but must be a finite number",),
+    "system.name=torch-1f1b train.optimizer.clip=1": (
+        "torch-1f1b does not clip gradients",
+        "leave optimizer.clip out",
+    ),
+    SWITCH.format(3, "ashpipe", ""): ("switch.epoch is 3, but must be 1 … 2", "train for longer"),
+    SWITCH.format(1, "ashpipe", ",replicas=[2,3]"): (
+        "equally many ranks, not dapple 2, ashpipe 5",
+    ),
+    SWITCH.format(1, "pipedream_2bw", ""): ("plan.micro_batches is 1 with 2 stages", "use 2 or"),
+    SWITCH.format(1, "ashpipe", "") + " train.optimizer.clip=1": ("ashpipe steps its stages",),
+}
+
+
+@pytest.mark.parametrize(("settings", "said"), UNFIT.items(), ids=UNFIT.keys())
+def test_what_a_system_cannot_do_is_one_line_with_the_way_out(
+    pipebench: Any, settings: str, said: tuple[str, ...]
+) -> None:
+    words = [word for setting in settings.split() for word in ("--set", setting)]
+    answer = pipebench("run", "smoke/digits-dapple", *words)
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err.startswith("error: ")
+    assert answer.err.count("\n") == 1
+    assert all(part in answer.err for part in said), answer.err
+
+
 @pytest.mark.parametrize("command", ["run smoke/digits-dp", "matrix --tier smoke"])
 def test_results_that_are_a_file(
     pipebench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
