@@ -174,7 +174,7 @@ SWITCH = "train.epochs=3 switch={{epoch={},system={{name='{}'}},plan={{stages=2{
 
 #: Settings of a run of dapple on 2 stages, 4 micro-batches: what is said of value, limit, way out.
 UNFIT = {
-    "plan.replicas=[1]": ("replicas has 1 numbers for 2 stages: one a stage",),
+    "plan.replicas=[1]": ("replicas has 1 values for 2 stages: one a stage",),
     "plan.replicas=[2,0]": ("plan.replicas.1 is 0, but must be at least 1",),
     "plan.replicas=2": ("plan.replicas is 2, but must be a list",),
     "system.name=ashpipe": ("plan.micro_batches is 4", "set it to 1"),
