@@ -79,7 +79,7 @@ def bytes_held(
     between = 0
     if samples:
         end = stage.parts[done][1]
-        cuts = [cut for cut in stage.cuts if cut < end]
+        cuts = tuple(cut for cut in stage.cuts if cut < end)
         activations += footprint.activations(stage.first, end, samples, cuts=cuts)
         between = samples * footprint.boundaries[end]
     adamw = job.optimizer.name == "adamw"
