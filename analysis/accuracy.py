@@ -2,121 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
 
-from analysis.layout import ABSENT, Table, View, fixed, percent
+from analysis.layout import ABSENT, Table, View, fixed, percent, with_interval
 from analysis.records import Records
+from analysis.statistics import mean_interval
+from analysis.tasks import synchronous, title, training
 
-__all__ = ["AGREEMENT", "agreements", "differences", "status_lines", "tables", "training"]
+__all__ = ["AGREEMENT", "agreements", "differences", "mean_and_spread", "status_lines", "tables"]
 
 AGREEMENT = 1e-3
 """Largest relative difference of a step's loss at which two synchronous systems count as equal:
 what float32 sums in another order leave after an epoch."""
 
-LEARNED = (
-    *("model.", "data.", "launch.device", "train.batch_size", "train.optimizer"),
-    *("train.learning_rate", "train.label_smoothing", "train.precision", "train.start_from"),
-)
-"""Configuration that a synchronous system's losses depend on, besides seed and epochs."""
-COSMETIC = (
-    *("name", "tiers", "tracking.", "train.seed", "train.action_timeout_s", "data.root"),
-    *("data.download", "launch.node_rank", "launch.address", "launch.port"),
-    *("launch.local_address", "launch.rendezvous"),
-)
-"""Configuration that changes no result, and the seed, over which accuracies are averaged."""
-OPTION = re.compile(r"(?:switch\.)?system\.options\.")
-
-
-def training(records: Records) -> pd.DataFrame:
-    """The training runs, those of one task together, with these columns more:
-
-    ``task``: a key of model, data, regime, epochs and source.  Synchronous systems of one task and
-    seed have the same loss at every step.
-    ``variant``: a key of all but the seed: runs that differ in it are never averaged.
-    ``shown``: the system with its options, as in "dp (overlap = false)", and whether all its ranks
-    were in one process: a time of such a run is none, its accuracy is as good as any.
-    ``model``, ``data``, ``regime``: in words for people; ``task`` tells them apart.
-    """
-    runs = records.runs[records.runs["kind"] == "train"]
-    names = ["task", "variant", "shown", "model", "data", "regime"]
-    added = [_described(run, _settings(run["config"])) for run in runs.to_dict("records")]
-    runs = runs.join(pd.DataFrame(added, index=runs.index, columns=names))
-    runs["first"] = runs.groupby("task")["name"].transform("first")
-    return runs.sort_values(["source", "first", "task"], kind="stable").drop(columns="first")
-
-
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """A nested configuration by dotted keys, less what is cosmetic."""
-    flat = pd.json_normalize(config).to_dict("records")[0] if config else {}
-    return {str(key): flat[key] for key in flat if not str(key).startswith(COSMETIC)}
-
-
-def _described(run: Mapping[Any, Any], settings: Mapping[str, Any]) -> dict[str, str]:
-    learned = {key: value for key, value in settings.items() if key.startswith(LEARNED)}
-    epochs = settings.get("train.epochs", run["epochs"])
-    task = [run["source"], learned, run["batch_size"], epochs]
-    variant = [run["label"], run["evidence"], run["transport"], run["plan"], settings]
-    options = sorted(key for key in settings if OPTION.match(key))
-    special = [f"{OPTION.sub('', key)} = {json.dumps(settings[key])}" for key in options]
-    # Whoever chose a label has named the options, but for that of a switch, which tells when.
-    own = run["label"] not in (run["system"], f"{run['system']}@{_moment(settings)}")
-    remarks = [] if own else special
-    if run["transport"] == "in-process":
-        remarks.append("in-process")
-
-    def words(*parts: tuple[str, str]) -> str:
-        known = [word.format(settings[key]) for word, key in parts if settings.get(key)]
-        return " ".join(known)
-
-    regime = (
-        f"B = {run['batch_size']}",
-        words(("{}", "train.optimizer.name"), ("{}", "train.optimizer.lr")),
-        words(("{}", "train.learning_rate.kind")),
-        words(("label smoothing {}", "train.label_smoothing")),
-        words(("{}", "train.precision")),
-        words(("from {}", "train.start_from")),
-    )
-    return {
-        "task": json.dumps(task, sort_keys=True, default=str),
-        "variant": json.dumps(variant, sort_keys=True, default=str),
-        "shown": run["label"] + (f" ({', '.join(remarks)})" if remarks else ""),
-        "model": words(
-            ("{}", "model.name"),
-            ("width {}", "model.args.embed_dim"),
-            ("depth {}", "model.args.depth"),
-            ("patch {}", "model.args.patch_size"),
-        ),
-        "data": words(("{}", "data.set"), ("{0}×{0}", "data.image_size")),
-        "regime": ", ".join(part for part in regime if part),
-    }
-
-
-def _moment(settings: Mapping[str, Any]) -> str:
-    return str(settings.get("switch.epoch", "plateau"))
-
 
 def tables(records: Records) -> tuple[Table, ...]:
-    """An accuracy table a task, then a loss agreement table a task with something to compare."""
+    """An accuracy table a study, then a loss agreement table a task with something to compare."""
     runs = training(records)
     agreed = agreements(records)
     agreed = agreed[agreed["task"].isin(runs.loc[runs.index.isin(records.steps["run"]), "task"])]
-    accuracy = [_accuracy_table(group) for _, group in runs.groupby("task", sort=False)]
+    accuracy = [_accuracy_table(group) for _, group in runs.groupby("study", sort=False)]
     agreement = [_agreement_table(group) for _, group in agreed.groupby("task", sort=False)]
     return (*accuracy, *agreement)
-
-
-def _title(subject: str, runs: pd.DataFrame) -> str:
-    first = runs.iloc[0]
-    on = f"{first['model']} on {first['data']}" if first["data"] else first["model"]
-    parts = [part for part in (on, first["regime"]) if part]
-    if first["source"]:
-        parts.append(f"reference record of {first['source']}")
-    return f"{subject}: {', '.join(parts)}"
 
 
 def _accuracy_table(runs: pd.DataFrame) -> Table:
@@ -129,7 +39,7 @@ def _accuracy_table(runs: pd.DataFrame) -> Table:
     )
     alike = ["variant", "status", "error"]
     groups = runs.groupby(alike, sort=False, dropna=False, as_index=False)
-    told = ("source", "name", "shown", "plan", "model", "data", "regime")
+    told = ("source", "name", "shown", "plan", "chosen", "model", "data", "regime")
     spread = {"mean": "mean", "sd": "std", "min": "min", "max": "max"}
     frame = groups.agg(
         **{name: (name, "first") for name in told},
@@ -140,18 +50,24 @@ def _accuracy_table(runs: pd.DataFrame) -> Table:
         evidence=("evidence", "first"),
         machine=("machine", "first"),
     )
+    against = frame[["variant"]].join(_against_dp(runs), on="variant").drop(columns="variant")
+    frame = frame.join(against.where(frame["status"] == "ok"))
     ends = ("status", "error", "evidence", "machine")
     columns = [name for name in frame if name not in ("variant", *ends)]
     frame = frame[[*columns, *ends]].rename(columns={"shown": "system"})
+    differ = (frame["pairs_with_dp"] > 1).any()
     caption = (
         "Top-1 in percent over the whole validation set after the last epoch: mean ± sample "
-        f"standard deviation over seeds. Machine: {'; '.join(runs['machine'].unique())}."
+        f"standard deviation over seeds. {AGAINST_DP if differ else ''}"
+        f"Machine: {'; '.join(runs['machine'].unique())}."
     )
     cells = pd.DataFrame(
         {
             "system": frame["system"],
             "plan": frame["plan"],
-            "accuracy": frame.apply(_mean, axis=1),
+            **({"chosen": frame["chosen"]} if (frame["chosen"] != "").any() else {}),
+            "accuracy": frame.apply(mean_and_spread, axis=1),
+            **({"− dp": frame.apply(_difference, axis=1)} if differ else {}),
             "min–max": frame.apply(_range, axis=1),
             "seeds": frame["seeds"],
             "epochs": frame["epochs"].map(lambda epochs: fixed(epochs, 0)),
@@ -160,10 +76,40 @@ def _accuracy_table(runs: pd.DataFrame) -> Table:
             "status": status_lines(frame),
         }
     )
-    return Table("accuracy", frame, (View(_title("Accuracy", runs), caption, cells),))
+    return Table("accuracy", frame, (View(title("Accuracy", runs), caption, cells),))
 
 
-def _mean(row: pd.Series[Any]) -> str:
+AGAINST_DP = (
+    "− dp: difference in points, paired by seed, with its 95 % interval (Student's t over seeds). "
+)
+
+
+def _against_dp(runs: pd.DataFrame) -> pd.DataFrame:
+    """By variant: accuracy less dp's of the same seed, as mean and ends of its 95 % interval, and
+    over how many pairs; dp itself, in its plain form where there are several, has none."""
+    names = [f"difference_to_dp_{end}_fraction" for end in ("mean", "low", "high")]
+    scores = runs[runs["status"] == "ok"].drop_duplicates(["variant", "seed"])
+    scores = scores.set_index(["variant", "seed"])["accuracy"].unstack()
+    dp = runs[runs["system"] == "dp"].sort_values("shown", key=lambda shown: shown.str.len())
+    reference = dp["variant"].iloc[0] if len(dp) else None
+    rows = {}
+    for variant, accuracies in scores.iterrows():
+        if reference in scores.index and variant != reference:
+            differences = (accuracies - scores.loc[reference]).dropna()
+            rows[variant] = [*mean_interval(differences), len(differences)]
+    columns = [*names, "pairs_with_dp"]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=columns, dtype=float)
+
+
+def _difference(row: pd.Series[Any]) -> str:
+    mean, low, high = (
+        100 * row[f"difference_to_dp_{end}_fraction"] for end in ("mean", "low", "high")
+    )
+    return with_interval(mean, low, high, 2)
+
+
+def mean_and_spread(row: Mapping[str, Any]) -> str:
+    """Mean ± sample standard deviation in percent, of a row of the accuracy table."""
     mean, deviation = row["accuracy_mean_fraction"], row["accuracy_sd_fraction"]
     spread = "" if pd.isna(deviation) else f" ± {percent(deviation, 2)}"
     return percent(mean, 2) + spread
@@ -193,7 +139,7 @@ def differences(records: Records) -> pd.DataFrame:
 def _referred(records: Records) -> pd.DataFrame:
     """Training runs with the ``reference`` they are compared with, which is not among them: dp of
     the same task and seed, an undisturbed run first, then the one under the plain name."""
-    runs = training(records).reset_index()
+    runs = synchronous(records).reset_index()
     dp = runs[(runs["system"] == "dp") & runs["run"].isin(records.steps["run"])]
     special = dp["shown"] != dp["label"]
     dp = dp.assign(disturbed=dp["status"] != "ok", special=special)
@@ -256,4 +202,4 @@ def _agreement_table(items: pd.DataFrame) -> Table:
             "status": status_lines(items),
         }
     )
-    return Table("loss-agreement", frame, (View(_title("Loss against dp", items), caption, cells),))
+    return Table("loss-agreement", frame, (View(title("Loss against dp", items), caption, cells),))

@@ -20,9 +20,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from analysis.accuracy import AGREEMENT, agreements, differences, training
+from analysis.accuracy import AGREEMENT, agreements, differences
 from analysis.records import PEERS, Records, load_records
 from analysis.statistics import interval
+from analysis.tasks import synchronous, training
 from analysis.throughput import SHARES, Comparison, compare
 
 __all__ = ["FIGURES", "write_figure"]
@@ -226,7 +227,7 @@ def _draw_shares(panel: Axes, shares: pd.DataFrame) -> None:
 
 def _loss(records: Records) -> Figure:
     """Training loss by update, and below it how far each system is from dp in each epoch."""
-    runs = training(records)
+    runs = synchronous(records)
     runs = runs[runs.index.isin(records.steps["run"])]
     if runs.empty:
         raise ValueError(NOTHING.format("training run", "a loss"))
@@ -250,7 +251,7 @@ def _draw_losses(panel: Axes, curves: pd.DataFrame, others: list[str]) -> None:
     for name, dp in curves[~curves["curve"].isin(others)].groupby("curve"):
         look = {"label": name, "color": "0.78", "linewidth": 3, "zorder": 1}
         sns.lineplot(dp, x="update", y="loss", estimator=None, ax=panel, **look)
-    _draw_curves(panel, curves, "loss", others)
+    _draw_curves(panel, curves, "update", "loss", others)
     for place, line in enumerate(panel.lines):
         # Markers are staggered, as those of equal curves would cover each other.
         count = len(np.asarray(line.get_xdata()))
@@ -263,34 +264,94 @@ def _draw_differences(panel: Axes, shared: pd.DataFrame, others: list[str]) -> N
     """The largest difference of each epoch, at its last update; 0 has no place on a log axis."""
     epochs = shared.groupby(["curve", "epoch"], as_index=False)
     worst = epochs.agg(update=("update", "max"), difference=("difference", "max"))
-    _draw_curves(panel, worst[worst["difference"] > 0], "difference", others)
+    _draw_curves(panel, worst[worst["difference"] > 0], "update", "difference", others)
     if panel.legend_:
         panel.legend_.remove()
     panel.set(yscale="log", ylabel="largest |loss − dp| ÷ dp\nof each epoch")
     panel.margins(y=0.2)
 
 
-def _draw_curves(panel: Axes, points: pd.DataFrame, value: str, names: list[str]) -> None:
+def _draw_curves(
+    panel: Axes, points: pd.DataFrame, along: str, value: str, names: list[str], **look: Any
+) -> None:
     points = points[points["curve"].isin(names)]
     if points.empty:
         return
+    markers = [MARKERS[place % len(MARKERS)] for place in range(len(names))]
     sns.lineplot(
         points,
-        x="update",
+        x=along,
         y=value,
         hue="curve",
         style="curve",
         hue_order=names,
         style_order=names,
         palette=[CURVES[place % len(CURVES)] for place in range(len(names))],
-        markers=[MARKERS[place % len(MARKERS)] for place in range(len(names))],
         dashes=False,
-        estimator=None,
         linewidth=0.8,
         markersize=3.5,
         markeredgewidth=0,
         ax=panel,
+        **{"estimator": None, "markers": markers, **look},
     )
+
+
+def _learning_curves(records: Records) -> Figure:
+    """Training loss and accuracy by images seen: a line is the mean over seeds, its band reaches
+    from the lowest seed to the highest."""
+    runs = training(records)
+    runs = runs[runs.index.isin(records.evaluations["run"])]
+    if runs.empty:
+        raise ValueError(NOTHING.format("training run", "an evaluation"))
+    groups = [group for _, group in runs.groupby("study", sort=False)]
+    figure, panels = _panels(len(groups), 4.2, 2.1, rows=2)
+    steps = records.steps.assign(seen=records.steps.groupby("run")["samples"].cumsum())
+    after = steps.assign(step=steps["step"] + 1)[["run", "step", "seen"]]
+    scores = records.evaluations.merge(after, on=["run", "step"])
+    for group, (above, below) in zip(groups, panels, strict=True):
+        curves = _curve_names(group)
+        names = [*dict.fromkeys(curves)]
+        losses = _windows(steps[steps["run"].isin(group.index)]).join(curves, on="run")
+        look: dict[str, Any] = {"estimator": "mean", "errorbar": ("pi", 100)}
+        _draw_curves(above, losses, "seen", "loss", names, markers=False, **look)
+        above.legend()
+        accuracies = scores.join(curves, on="run", how="inner")
+        _draw_curves(below, accuracies, "seen", "accuracy", names, legend=False, **look)
+        _finish_curves(above, below, group.iloc[0])
+    return figure
+
+
+def _curve_names(runs: pd.DataFrame) -> pd.Series[str]:
+    """The system, with how many of its seeds did not come to their end; settings where needed."""
+    plain = runs["shown"] + runs["chosen"].map(lambda chosen: f", {chosen}" if chosen else "")
+    variants = runs.groupby(plain)["variant"].transform("nunique")
+    plain = plain.where(variants == 1, plain + ", " + runs["plan"])
+    ended = runs["status"].ne("ok").groupby(plain).transform("sum")
+    seeds = ended.groupby(plain).transform("size")
+    unfinished = " ({} of {} not to the end)".format
+    notes = [unfinished(bad, all_) if bad else "" for bad, all_ in zip(ended, seeds, strict=True)]
+    return (plain + pd.Series(notes, runs.index)).rename("curve")
+
+
+def _windows(steps: pd.DataFrame) -> pd.DataFrame:
+    """Losses averaged over stretches of a tenth of an epoch, each at its last update: a single
+    batch's loss tells little."""
+    length = max(1, round(steps.groupby(["run", "epoch"]).size().max() / 10))
+    stretches = steps.groupby(["run", steps["step"] // length], as_index=False)
+    return stretches.agg(run=("run", "first"), seen=("seen", "max"), loss=("loss", "mean"))
+
+
+def _finish_curves(above: Axes, below: Axes, run: pd.Series[Any]) -> None:
+    source = f" · reference: {run['source']}" if run["source"] else ""
+    what = f"{run['model']}\n{run['data']}".strip()
+    above.set_title(f"{what}\n{run['evidence']}{source}", loc="left")
+    above.set(xlabel="", ylabel="training loss")
+    below.set(xlabel="thousand images seen", ylabel="accuracy")
+    below.yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
+    for panel in (above, below):
+        panel.set_xlim(0, None)
+        panel.xaxis.set_major_formatter(lambda images, _: f"{images / 1000:g}")
+        panel.grid(axis="y", color="0.9", linewidth=0.5)
 
 
 def _finish_losses(above: Axes, below: Axes, run: pd.Series[Any], curves: pd.DataFrame) -> None:
@@ -311,6 +372,7 @@ def _finish_losses(above: Axes, below: Axes, run: pd.Series[Any], curves: pd.Dat
 
 FIGURES: dict[str, Callable[[Records], Figure]] = {
     "breakdown": _breakdown,
+    "learning-curves": _learning_curves,
     "loss": _loss,
     "throughput": _throughput,
 }

@@ -15,7 +15,7 @@ __all__ = ["ABSENT", "Table", "View", "document", "fixed", "markdown", "percent"
 ABSENT = "–"
 """What a cell shows where there is no value."""
 
-WORDS = ("system", "plan", "agrees", "evidence", "status")
+WORDS = ("system", "plan", "chosen", "agrees", "evidence", "status")
 """Columns of text; all others hold numbers and are aligned to the right."""
 
 

@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import pandas as pd
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+)
 
 from analysis.evidence import Evidence
 
@@ -48,7 +56,7 @@ class Records:
     ``compute_bound_s`` is the schedule's own lower bound, from slices measured in this round.
     ``ranks``: a row a rank of a benchmark: seconds, averaged over rounds: "wall" and
     :data:`PARTS`, NaN where they are not known of the system.
-    ``steps``: a row an update; ``loss`` is the mean over the global batch.
+    ``steps``: a row an update of ``samples`` images; ``loss`` is the mean over the global batch.
     ``evaluations``: a row an evaluation after ``step`` updates; ``accuracy`` is top-1, 0 … 1.
     """
 
@@ -73,11 +81,16 @@ class _Round(_Strict):
     compute_bound_s: float | None = None
 
 
+def _number(loss: object) -> object:
+    return float(loss) if loss in ("nan", "inf", "-inf") else loss
+
+
 class _Step(_Strict):
     step: int
     epoch: int
-    loss: float | None
-    """Strict JSON has no NaN: a loss that is not a number may be stored as null."""
+    loss: Annotated[float | None, BeforeValidator(_number)]
+    """Strict JSON has no NaN: a loss that is not finite may be stored as null, or as text."""
+    samples: int
 
 
 class _Evaluation(_Strict):
@@ -320,7 +333,7 @@ def _unfinished(directory: Path, config: Mapping[str, Any]) -> list[_Result]:
             evidence=Evidence.MEASURED.label,
             transport=config.get("launch", {}).get("transport", "distributed"),
             switch=contender.get("switch"),
-            batch_size=config["train"]["batch_size"],
+            batch_size=contender.get("batch_size") or config["train"]["batch_size"],
             **_shape(plan),
         )
         results.append(result)

@@ -16,6 +16,7 @@ from enum import Enum
 import numpy as np
 import pandas as pd
 from scipy.stats import quantile_test
+from scipy.stats import t as student_t
 
 from analysis.evidence import Evidence, same_class
 
@@ -28,6 +29,7 @@ __all__ = [
     "Reading",
     "Verdict",
     "interval",
+    "mean_interval",
     "median",
     "noise_floor",
     "paired_ratios",
@@ -107,6 +109,16 @@ def interval(values: pd.Series[float]) -> tuple[float, float]:
     found = quantile_test(values.to_numpy(), p=0.5).confidence_interval(CONFIDENCE)
     low, high = np.asarray(found).tolist()
     return (-math.inf, math.inf) if math.isnan(low) or math.isnan(high) else (low, high)
+
+
+def mean_interval(values: pd.Series[float]) -> tuple[float, float, float]:
+    """The mean, and the ends of its 95 % interval by Student's t: for few values, such as those of
+    seeds, of which the median has no interval.  NaN for no values; (−∞, ∞) for one."""
+    if len(values) < 2:
+        return (float(values.mean()), -math.inf, math.inf) if len(values) else (math.nan,) * 3
+    mean, error = float(values.mean()), float(values.std(ddof=1)) / math.sqrt(len(values))
+    reach = float(student_t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * error
+    return mean, mean - reach, mean + reach
 
 
 def median(series: PerRound) -> Estimate:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import accuracy, throughput
+from analysis import accuracy, sweeps, throughput, unflushed
 from analysis.layout import Table, document, markdown
 from analysis.records import load_records
 
@@ -54,4 +54,9 @@ def tables_document(results_dir: Path) -> dict[str, Any]:
 
 def _tables(results_dir: Path) -> tuple[Table, ...]:
     records = load_records(results_dir)
-    return (*accuracy.tables(records), *throughput.tables(records))
+    return (
+        *sweeps.tables(records),
+        *accuracy.tables(records),
+        *throughput.tables(records),
+        *unflushed.tables(records),
+    )

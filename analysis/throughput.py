@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,18 +10,15 @@ from typing import Any
 import pandas as pd
 
 from analysis.accuracy import status_lines
-from analysis.evidence import Evidence
 from analysis.layout import Table, View, percent, with_interval
 from analysis.records import PARTS, PEERS, Records
+from analysis.rounds import ends, per_round, ratio_of, triple
 from analysis.statistics import (
     MINIMUM_ROUNDS,
-    Estimate,
     NoiseFloor,
-    PerRound,
     Reading,
     median,
     noise_floor,
-    paired_ratios,
     read,
 )
 
@@ -35,7 +31,6 @@ UNATTRIBUTED = "unattributed"
 they wait, and for what."""
 SHARES = (*PARTS, UNATTRIBUTED)
 FRACTION = "_fraction_of_wall"
-ENDS = ("median", "low", "high")
 
 
 @dataclass(frozen=True)
@@ -99,17 +94,13 @@ def _comparison(records: Records, field: pd.DataFrame) -> Comparison:
     return Comparison(first["launch"], first["source"], first["name"], contenders, pair, floor)
 
 
-def _triple(name: str, unit: str = "") -> list[str]:
-    return [f"{name}_{end}{unit}" for end in ENDS]
-
-
 COLUMNS = [
     *("source", "benchmark", "name", "label", "system", "status", "evidence", "plan"),
     *("stages", "replicas", "micro_batches", "batch_size_images", "rounds"),
-    *_triple("throughput", "_images_per_s"),
-    *(*_triple("ratio_to_dp"), "ratio_to_dp_reading", "peer"),
-    *(*_triple("ratio_to_peer"), "ratio_to_peer_reading"),
-    *_triple("share_of_bound"),
+    *triple("throughput", "_images_per_s"),
+    *(*triple("ratio_to_dp"), "ratio_to_dp_reading", "peer"),
+    *(*triple("ratio_to_peer"), "ratio_to_peer_reading"),
+    *triple("share_of_bound"),
     *(part + FRACTION for part in SHARES),
     *("aa_floor_half_width", "aa_floor_reach", "error", "machine"),
 ]
@@ -120,39 +111,21 @@ def _measurements(
 ) -> dict[str, Any]:
     """The columns that are worked out from the rounds of one contender."""
     speed, bound, wall = (
-        _per_round(records, ran, run, name)
-        for name in ("images_per_s", "compute_bound_s", "wall_s")
+        per_round(records, ran, run, name) for name in ("images_per_s", "compute_bound_s", "wall_s")
     )
     peer = _partner(ran, run, PEERS.get(str(ran.at[run, "system"]), ""), (*ALIKE, *SHAPE))
     found = {
         "peer": None if peer is None else ran.at[peer, "label"],
-        **_ends("throughput", median(speed), "_images_per_s"),
-        **_ends("share_of_bound", _ratio(bound, wall)),
+        **ends("throughput", median(speed), "_images_per_s"),
+        **ends("share_of_bound", ratio_of(bound, wall)),
     }
     partners = {"ratio_to_dp": _partner(ran, run, "dp", ALIKE), "ratio_to_peer": peer}
     for name, other in partners.items():
         if other is not None:
-            ratio = _ratio(speed, _per_round(records, ran, other, "images_per_s"))
-            found |= _ends(name, ratio)
+            ratio = ratio_of(speed, per_round(records, ran, other, "images_per_s"))
+            found |= ends(name, ratio)
             found[f"{name}_reading"] = read(ratio, floor).value if ratio and floor else None
     return found
-
-
-def _per_round(records: Records, runs: pd.DataFrame, run: int, value: str) -> PerRound:
-    rounds = records.rounds[records.rounds["run"] == run].set_index("round")
-    evidence = Evidence.parse(str(runs.at[run, "evidence"]))
-    return PerRound(rounds[value].dropna(), evidence, str(runs.at[run, "launch"]))
-
-
-def _ratio(numerator: PerRound, denominator: PerRound) -> Estimate | None:
-    shared = numerator.values.index.intersection(denominator.values.index)
-    return None if shared.empty else median(paired_ratios(numerator, denominator))
-
-
-def _ends(name: str, estimate: Estimate | None, unit: str = "") -> dict[str, float]:
-    columns = _triple(name, unit)
-    ends = (estimate.median, estimate.low, estimate.high) if estimate else [math.nan] * 3
-    return dict(zip(columns, ends, strict=True))
 
 
 ALIKE = ("batch_size", "evidence")
@@ -184,7 +157,7 @@ def _floor(records: Records, ran: pd.DataFrame) -> tuple[str | None, NoiseFloor 
     floors = []
     for label in sorted(label for label in runs if label + AGAIN in runs):
         pair = (label, label + AGAIN)
-        first, again = (_per_round(records, ran, runs[name], "images_per_s") for name in pair)
+        first, again = (per_round(records, ran, runs[name], "images_per_s") for name in pair)
         if len(first.values.index.intersection(again.values.index)) >= MINIMUM_ROUNDS:
             floors.append((label, noise_floor(first, again)))
     return max(floors, key=lambda item: item[1].reach, default=(None, None))
@@ -216,7 +189,7 @@ WALL_TIME = (
 
 
 def _speeds(frame: pd.DataFrame) -> pd.DataFrame:
-    speeds = frame[_triple("throughput", "_images_per_s")]
+    speeds = frame[triple("throughput", "_images_per_s")]
     return pd.DataFrame(
         {
             "system": frame["label"],
@@ -233,7 +206,7 @@ def _speeds(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _shown(row: Mapping[str, Any], name: str) -> str:
-    middle, low, high = (row[column] for column in _triple(name))
+    middle, low, high = (row[column] for column in triple(name))
     if middle == low == high == 1:
         return "1"  # against itself
     alike = row.get(f"{name}_reading") == Reading.INDISTINGUISHABLE.value

@@ -110,11 +110,10 @@ def run(
     fresh: Fresh = False,
     json_: Json = False,
 ) -> int:
-    """Train one config: once a seed; what is recorded as done is not repeated."""
-    from experiments.commands import run_configs
-    from experiments.loading import load_runs
+    """Train one config: once a seed and a value swept; what is recorded as done is not repeated."""
+    from experiments.commands import run_config
 
-    return _show(run_configs(load_runs(config, _with_root(set_, data_root)), fresh=fresh), json_)
+    return _show(run_config(config, _with_root(set_, data_root), fresh=fresh), json_)
 
 
 @app.command()
@@ -177,15 +176,23 @@ def systems(json_: Json = False) -> int:
 def schedule(
     system: Annotated[str, typer.Argument(metavar="SYSTEM", help="As of `pipebench systems`.")],
     stages: Annotated[int, typer.Option(min=1, metavar="S")],
-    units: Annotated[int, typer.Option(min=1, metavar="M", help="Micro-batches of a batch.")],
-    replicas: Annotated[int, typer.Option(min=1, metavar="R", help="Of every stage.")] = 1,
+    units: Annotated[
+        int,
+        typer.Option(min=1, metavar="M", help="Micro-batches of a batch, or batches if uncut."),
+    ],
+    replicas: Annotated[
+        str, typer.Option(metavar="R", help="Of every stage, or of each: 2,3,1.")
+    ] = "1",
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="OPTION=VALUE", help="An option of it, e.g. policy=B."),
     ] = None,
     json_: Json = False,
 ) -> int:
-    """Draw what each rank does in one batch: a backward takes twice a forward's time."""
+    """Draw what each rank does in one batch: a backward takes twice a forward's time.
+
+    Systems whose unit is a whole batch run as many batches as there are units.
+    """
     from experiments.commands import draw_schedule
 
     return _show(draw_schedule(system, set_ or (), stages, units, replicas), json_)

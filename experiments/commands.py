@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from experiments.reports import (
     columns,
     configs_document,
     matrix_document,
+    replicas_of,
     result_line,
     row_lines,
     runs_document,
@@ -36,6 +37,7 @@ __all__ = [
     "list_systems",
     "make_tables",
     "plan_matrix",
+    "run_config",
     "run_configs",
     "run_matrix",
 ]
@@ -48,6 +50,13 @@ class Answer:
     document: Mapping[str, Any]
     text: str
     code: int = 0
+
+
+def run_config(name_or_path: str, settings: Sequence[str], *, fresh: bool) -> Answer:
+    """Run a config, once a seed and a point of its sweep."""
+    from experiments.best_of import load_resolved
+
+    return run_configs(load_resolved(name_or_path, settings, Store(results_root())), fresh=fresh)
 
 
 def run_configs(configs: Sequence[Config], *, fresh: bool) -> Answer:
@@ -77,21 +86,36 @@ def list_matrix(entries: Sequence[Entry]) -> Answer:
 
 def plan_matrix(entries: Sequence[Entry], *, fresh: bool) -> Answer:
     """What :func:`run_matrix` would do; it writes nothing."""
-    from experiments.runner import intent, prepare
-
     store = Store(results_root())
-    intents = {}
-    for entry in entries:
-        try:
-            intents[entry.title] = intent(prepare(entry.config), store, fresh=fresh)
-        except UserError as error:
-            intents[entry.title] = f"refuse: {one_line(error)}"
+    swept = {entry.config.name for entry in entries if entry.config.swept is not None}
+    intents = {entry.title: _intent(entry, store, swept, fresh=fresh) for entry in entries}
     text = columns([[title, what] for title, what in intents.items()])
     return Answer(configs_document(entries, intents), text)
 
 
+def _intent(entry: Entry, store: Store, swept: Collection[str], *, fresh: bool) -> str:
+    """``swept``: the sweeps that would run before."""
+    from experiments.best_of import resolved
+    from experiments.runner import intent, prepare
+
+    waits_for = entry.config.waits_for
+    try:
+        prepared = prepare(entry.config)
+        if waits_for is not None:
+            try:
+                prepared = prepare(resolved(entry.config, entry.settings, store))
+            except UserError:
+                if waits_for in swept:
+                    return f"run with the best of {waits_for}"
+                raise
+        return intent(prepared, store, fresh=fresh)
+    except UserError as error:
+        return f"refuse: {one_line(error)}"
+
+
 def run_matrix(entries: Sequence[Entry], *, fresh: bool, jobs: int) -> Answer:
     """Run them, up to ``jobs`` at a time; all are checked before the first starts."""
+    from experiments.best_of import resolved
     from experiments.runner import Prepared, execute, prepare
 
     store, progress, interruption = Store(results_root()), Progress(), Interruption()
@@ -108,6 +132,9 @@ def run_matrix(entries: Sequence[Entry], *, fresh: bool, jobs: int) -> Answer:
         prepared = ready[entry.title]
         if isinstance(prepared, UserError):
             raise prepared
+        if entry.config.waits_for is not None:
+            # Only now, since the sweep may have been among the runs before.
+            prepared = prepare(resolved(entry.config, entry.settings, store))
         return execute(prepared, store, fresh=fresh, stop=stop, progress=progress)
 
     with interruption.deferred() as stop:
@@ -122,10 +149,10 @@ def list_systems() -> Answer:
 
 
 def draw_schedule(
-    system: str, settings: Sequence[str], stages: int, units: int, replicas: int
+    system: str, settings: Sequence[str], stages: int, units: int, replicas: str
 ) -> Answer:
     options = {".".join(path): value for path, value in map(parse_setting, settings)}
-    document = schedule_document(system, options, stages, units, replicas)
+    document = schedule_document(system, options, stages, units, replicas_of(replicas, stages))
     return Answer(document, "\n".join(document["grid"]))
 
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+
+from experiments.data_section import Data
+from experiments.recipe import Train
+from experiments.section import Count, Label, Section
+from experiments.sweep import axes_of, point_text
 
 __all__ = [
     "Bench",
+    "BestOf",
     "Config",
     "Contender",
     "Data",
@@ -21,17 +27,6 @@ __all__ = [
     "Tracking",
     "Train",
 ]
-
-Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
-BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Seed = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class System(Section):
@@ -89,137 +84,6 @@ class Model(Section):
 
     name: str
     args: dict[str, Any] = Field(default_factory=dict)
-
-
-class Augmentation(Section):
-    cutout: int = Field(default=0, ge=0)
-    crop_padding: int = Field(default=0, ge=0)
-    flip: bool = False
-
-
-class Sizes(Section):
-    """Numbers of samples; None: all there are."""
-
-    train: Count | None = None
-    validation: Count | None = None
-
-
-class Data(Section):
-    """``root``: where files lie that pipebench does not make itself; ``download`` fetches them.
-
-    ``image_size``: pixels a side, images are resized.  ``seed`` draws the split, the subset and
-    random images: it belongs to the data, so runs of several seeds share them.  ``classes`` and
-    ``channels`` are for random images.
-    """
-
-    set: Literal["digits", "fashion-mnist", "cifar100", "random"]
-    image_size: Count
-    root: str | None = None
-    download: bool = False
-    sizes: Sizes = Sizes()
-    seed: int = Field(default=0, ge=0)
-    classes: Count | None = None
-    channels: Count | None = None
-    augmentation: Augmentation = Augmentation()
-
-    @model_validator(mode="after")
-    def _inside_the_image(self) -> Data:
-        for name in ("cutout", "crop_padding"):
-            pixels = getattr(self.augmentation, name)
-            if pixels > self.image_size:
-                raise ValueError(
-                    f"augmentation.{name} is {pixels} pixels, but images have only "
-                    f"{self.image_size} a side"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _random_only(self) -> Data:
-        given = {"classes": self.classes, "channels": self.channels}
-        extra = [key for key, value in given.items() if value is not None]
-        if extra and self.set != "random":
-            raise ValueError(f'{", ".join(extra)}: only for set = "random"')
-        return self
-
-
-class Optimizer(Section):
-    """``clip``: largest norm of an update's gradients, ``clip_by`` that of the whole model or of
-    each stage."""
-
-    name: Literal["sgd", "adamw"] = "sgd"
-    lr: float = Field(default=0.1, ge=0)
-    momentum: BelowOne = 0.0
-    nesterov: bool = False
-    weight_decay: float = Field(default=0.0, ge=0)
-    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
-    eps: float = Field(default=1e-8, gt=0)
-    clip: float | None = Field(default=None, gt=0)
-    clip_by: Literal["global", "stage"] = "global"
-
-    @model_validator(mode="after")
-    def _of_the_method(self) -> Optimizer:
-        if self.name == "adamw" and self.momentum:
-            raise ValueError(
-                f"momentum is {self.momentum}, but adamw has betas instead: set it to 0"
-            )
-        if self.nesterov and not (self.name == "sgd" and self.momentum):
-            raise ValueError(
-                "nesterov needs sgd with a momentum above 0: set one, or nesterov = false"
-            )
-        return self
-
-
-class LearningRate(Section):
-    """Of the peak ``optimizer.lr``; epochs may be fractions."""
-
-    kind: Literal["constant", "cosine", "step"] = "constant"
-    warmup_epochs: float = Field(default=0.0, ge=0)
-    floor: Share = 0.0
-    milestones: tuple[Annotated[float, Field(ge=0)], ...] = ()
-    gamma: float = Field(default=0.1, gt=0)
-
-
-class Train(Section):
-    """``seeds`` stands for one run a seed; ``evaluate_every`` and ``checkpoint_every`` in epochs.
-
-    ``start_from``: id or directory of a run whose last checkpoint is the start, whatever its system
-    and plan.  ``action_timeout_s``: a rank that waits longer for another ends the run.
-    """
-
-    batch_size: Count
-    epochs: Count = 1
-    seed: Seed = 0
-    seeds: tuple[Seed, ...] | None = Field(default=None, min_length=1)
-    label_smoothing: BelowOne = 0.0
-    precision: Literal["float32", "tf32", "bf16", "float64"] = "float32"
-    optimizer: Optimizer = Optimizer()
-    learning_rate: LearningRate = LearningRate()
-    evaluate_every: Count = 1
-    checkpoint_every: Count = 1
-    evaluation_batch_size: Count = 256
-    start_from: str | None = Field(default=None, min_length=1)
-    action_timeout_s: Seconds = 300.0
-
-    @field_validator("precision", mode="before")
-    @classmethod
-    def _no_half(cls, value: object) -> object:
-        if value in ("fp16", "float16", "half"):
-            raise ValueError(
-                "fp16 is refused: its gradients underflow without loss scaling, which would make "
-                "the step differ from system to system; use bf16"
-            )
-        return value
-
-    @model_validator(mode="after")
-    def _within_epochs(self) -> Train:
-        if self.learning_rate.warmup_epochs > self.epochs:
-            raise ValueError(
-                f"learning_rate.warmup_epochs is {self.learning_rate.warmup_epochs}, but there are "
-                f"only {self.epochs} epochs"
-            )
-        if self.seeds is not None and len(set(self.seeds)) != len(self.seeds):
-            raise ValueError(f"seeds {self.seeds} repeat one")
-        return self
 
 
 class Launch(Section):
@@ -290,12 +154,14 @@ class Tracking(Section):
 
 
 class Contender(Section):
-    """One system of a benchmark."""
+    """One system of a benchmark; ``batch_size``: its own, of which it trains so many more or fewer
+    that all see equally many images."""
 
     label: Label
     system: str
     options: dict[str, Any] = Field(default_factory=dict)
     plan: PlanChanges = PlanChanges()
+    batch_size: Count | None = None
 
 
 class Bench(Section):
@@ -316,11 +182,20 @@ class Bench(Section):
         return self
 
 
+class BestOf(Section):
+    """Values that come from a finished ``sweep``, a config's name or path: those of the point with
+    the best held-out accuracy, which ``chosen`` then tells."""
+
+    sweep: str
+    chosen: dict[str, Any] | None = None
+
+
 class Config(Section):
     """One run, or one benchmark if there is a ``bench`` section.
 
     ``name`` is the file's, relative to the configs; ``tiers`` are what `matrix --tier` asks
-    for, ``scales`` the names of the sizes that `--set scale=…` may still choose.
+    for, ``scales`` the names of the sizes that `--set scale=…` may still choose.  A ``sweep``
+    stands for a run at each of its points; ``swept`` is the point that one of these runs is at.
     """
 
     name: str
@@ -335,6 +210,21 @@ class Config(Section):
     tracking: Tracking = Tracking()
     bench: Bench | None = None
     switch: Switch | None = None
+    sweep: Annotated[dict[str, tuple[Any, ...]], BeforeValidator(axes_of)] | None = None
+    swept: dict[str, Any] | None = None
+    best_of: BestOf | None = None
+
+    @property
+    def title(self) -> str:
+        """The name, with the point of the sweep."""
+        return self.name if self.swept is None else f"{self.name} {point_text(self.swept)}"
+
+    @property
+    def waits_for(self) -> str | None:
+        """The sweep whose best values are still to be put in."""
+        if self.best_of is None or self.best_of.chosen is not None:
+            return None
+        return self.best_of.sweep
 
     @property
     def kind(self) -> Literal["train", "bench"]:
@@ -378,6 +268,17 @@ class Config(Section):
         if self.switch is None:
             return self.system.name
         return f"{self.system.name} → {self.switch.system.name}@{self.switch.moment}"
+
+    @model_validator(mode="after")
+    def _where_values_come_from(self) -> Config:
+        given = [name for name in ("sweep", "best_of") if getattr(self, name) is not None]
+        if self.bench is not None and given:
+            raise ValueError(f"{given[0]} is for training runs, and this is a benchmark")
+        if len(given) > 1:
+            raise ValueError(
+                "sweep sets values and best_of takes them from another sweep: leave one of them out"
+            )
+        return self
 
     def contenders(self) -> tuple[Contender, ...]:
         """What runs: the benchmark's contenders, or the one system."""

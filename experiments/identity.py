@@ -16,6 +16,10 @@ COSMETIC = (
     ("name",),
     ("tiers",),
     ("scales",),
+    # Where values come from: what decides is the values.
+    ("sweep",),
+    ("swept",),
+    ("best_of",),
     ("tracking",),
     ("train", "seeds"),
     ("train", "action_timeout_s"),

@@ -27,6 +27,15 @@ __all__ = ["launch", "launch_spec", "rank_command"]
 _PERIOD_S = 0.25
 _ENDING_S = 10.0  # What the agent has, beyond the ranks' shutdown time-out, to end and report.
 
+#: Left to itself glibc returns freed memory at limits that move with what was freed before.  GPipe
+#: frees a batch's activations at once, and paid for it with none to 9,600 page faults a batch (38
+#: of 400 ms of CPU time), depending on which system a benchmark had run just before it.
+#: Ranks therefore keep their heap.  32 MB is as high as glibc itself would move the first limit.
+_KEEP_FREED_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+}
+
 
 def rank_command(run_dir: Path) -> tuple[str, ...]:
     """One rank: it imports runtimes only, and reads job.json of the run's directory."""
@@ -100,7 +109,7 @@ def _start(
     spec: LaunchSpec, outbox: int, keep_open: Sequence[int], log: int
 ) -> subprocess.Popen[bytes]:
     # One thread a rank: with more, ranks on one host would take the cores from each other.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**_KEEP_FREED_MEMORY, **os.environ, "OMP_NUM_THREADS": "1"}
     if spec.nodes == 1:
         # Ranks of one host need no network, and a host name that resolves to nowhere is common.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -14,8 +14,9 @@ from experiments.config import Config
 from experiments.errors import UserError, did_you_mean, one_line
 from experiments.overrides import apply_scale, merged, parse_setting, with_settings
 from experiments.paths import CONFIGS
+from experiments.sweep import Point, points
 
-__all__ = ["config_names", "find_config", "load", "load_runs", "tiers"]
+__all__ = ["config_names", "find_config", "load", "load_runs", "tiers", "with_point"]
 
 
 def config_names() -> list[str]:
@@ -44,7 +45,7 @@ def find_config(name_or_path: str) -> Path:
 
 
 def load(name_or_path: str, settings: Sequence[str] = ()) -> Config:
-    """The config with ``settings`` ("a.b=c") applied; of several seeds it still is one.
+    """The config with ``settings`` ("a.b=c") applied; of several seeds or points it still is one.
 
     Raises UserError, in one line that names key and file, for whatever cannot be.
     """
@@ -57,17 +58,28 @@ def load(name_or_path: str, settings: Sequence[str] = ()) -> Config:
     document = with_settings(document, [entry for entry in given if entry[0] != ("scale",)])
     document = {"name": _name(file), **document}
     document["scales"] = () if scales else tuple(whole.get("scales", ()))
-    try:
-        config = Config.model_validate(document)
-    except ValidationError as error:
-        raise UserError(_in_words(error, shown)) from None
-    _check_systems(config, shown)
+    config = _checked(document, shown)
+    for path, _ in given:
+        if config.sweep is not None and (key := ".".join(path)) in config.sweep:
+            raise UserError(f"{shown} sweeps {key}: use --set sweep.{key}=[…], not --set {key}=…")
+    if config.waits_for is not None:
+        find_config(config.waits_for)
     return config
 
 
 def load_runs(name_or_path: str, settings: Sequence[str] = ()) -> list[Config]:
-    """One config a run: the seeds of ``train.seeds`` become runs of their own."""
+    """One config a run: points of ``sweep`` and seeds of ``train.seeds`` become runs of their own.
+
+    Values that are the ``best_of`` a sweep are still to be put in.
+    """
     config = load(name_or_path, settings)
+    found = [config]
+    if config.sweep is not None:
+        found = [with_point(config, point, {"swept": point}) for point in points(config.sweep)]
+    return [run for config in found for run in _seeded(config)]
+
+
+def _seeded(config: Config) -> list[Config]:
     if config.train.seeds is None:
         return [config]
     return [
@@ -76,6 +88,27 @@ def load_runs(name_or_path: str, settings: Sequence[str] = ()) -> list[Config]:
         )
         for seed in config.train.seeds
     ]
+
+
+def with_point(config: Config, point: Point, record: Mapping[str, Any]) -> Config:
+    """The config at a point of a sweep; ``record``: top-level keys that tell of the sweep."""
+    document = config.model_dump(mode="json", exclude_none=True, exclude={"sweep"})
+    shown = f"{config.name} with {', '.join(f'{key} = {value}' for key, value in point.items())}"
+    try:
+        changes = [(tuple(key.split(".")), value) for key, value in point.items()]
+        document = with_settings(document, changes) | dict(record)
+    except UserError as error:
+        raise UserError(f"{shown}: {error}") from None
+    return _checked(document, shown)
+
+
+def _checked(document: Mapping[str, Any], shown: str) -> Config:
+    try:
+        config = Config.model_validate(document)
+    except ValidationError as error:
+        raise UserError(_in_words(error, shown)) from None
+    _check_systems(config, shown)
+    return config
 
 
 def _name(file: Path) -> str:

@@ -19,14 +19,24 @@ __all__ = ["Entry", "Row", "exit_code", "run_all", "select"]
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of the matrix; ``title`` is the config's name, with the seed where there are more."""
+    """One run of the matrix; ``title`` is the config's, with the seed where there are more.
+
+    ``settings`` were applied to the config; values of a ``best_of`` are still to be put in.
+    """
 
     title: str
     config: Config
+    settings: tuple[str, ...] = ()
 
     @property
     def timed(self) -> bool:
         return self.config.kind == "bench"
+
+    @property
+    def turn(self) -> int:
+        """Entries of one turn may run at a time: what takes values from a sweep comes after it,
+        what is timed last."""
+        return 2 if self.timed else int(self.config.waits_for is not None)
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,7 @@ class Row:
 
 
 def select(tier: str | None, only: str | None = None, settings: Sequence[str] = ()) -> list[Entry]:
-    """The runs of a tier (None: of all) in the order of their names, those that are timed last.
+    """The runs of a tier (None: of all) in the order of their turns and names.
 
     ``only`` is a glob that the config's name must match.  UserError if there are none.
     """
@@ -68,10 +78,11 @@ def select(tier: str | None, only: str | None = None, settings: Sequence[str] = 
     entries = []
     for name in chosen:
         runs = load_runs(name, settings)
+        several = len({config.train.seed for config in runs}) > 1
         for config in runs:
-            title = name if len(runs) == 1 else f"{name}#{config.train.seed}"
-            entries.append(Entry(title, config))
-    return sorted(entries, key=lambda entry: entry.timed)
+            title = f"{config.title}#{config.train.seed}" if several else config.title
+            entries.append(Entry(title, config, tuple(settings)))
+    return sorted(entries, key=lambda entry: entry.turn)
 
 
 def run_all(
@@ -97,9 +108,10 @@ def run_all(
             return Row(entry.title, error=str(error))
 
     rows: list[Row] = []
-    for timed, group in groupby(entries, key=lambda entry: entry.timed):
-        with ThreadPoolExecutor(1 if timed else jobs) as pool:
-            rows += pool.map(one, group)
+    for _, group in groupby(entries, key=lambda entry: entry.turn):
+        together = list(group)
+        with ThreadPoolExecutor(1 if together[0].timed else jobs) as pool:
+            rows += pool.map(one, together)
     return rows
 
 

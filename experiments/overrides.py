@@ -62,7 +62,7 @@ def _with_one(node: Any, path: tuple[str, ...], value: Any, whole: tuple[str, ..
         changed[int(here)] = _with_one(node[int(here)], rest, value, whole)
         return changed
     where = ".".join(whole[: len(whole) - len(path)])
-    raise UserError(f"--set {'.'.join(whole)}: {where} is {node!r}, which has no key {here!r}")
+    raise UserError(f"cannot set {'.'.join(whole)}: {where} is {node!r}, which has no key {here!r}")
 
 
 def apply_scale(document: Mapping[str, Any], scale: str | None, file: str) -> dict[str, Any]:

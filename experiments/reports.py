@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.errors import UserError, one_line
 from experiments.matrix import Entry, Row
+from experiments.sweep import point_text
 
 __all__ = [
     "columns",
     "configs_document",
     "matrix_document",
+    "replicas_of",
     "result_line",
     "row_lines",
     "runs_document",
@@ -31,8 +34,8 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 def result_line(result: Mapping[str, Any], runs: Path) -> list[str]:
     """Name, status, outcome and place of a result, for :func:`columns`."""
-    name = f"{result['name']} {result['label']}"
-    return [name, result["status"], _outcome(result), str(runs / result["id"])]
+    name = f"{result['name']} {point_text(result.get('swept', {}))} {result['label']}"
+    return [" ".join(name.split()), result["status"], _outcome(result), str(runs / result["id"])]
 
 
 def _outcome(result: Mapping[str, Any]) -> str:
@@ -126,18 +129,35 @@ def _toml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def replicas_of(text: str, stages: int) -> list[int]:
+    """Replicas of each stage from "2" or "2,3,1"; UserError for anything else."""
+    counts = text.split(",")
+    counts = counts * stages if len(counts) == 1 else counts
+    if len(counts) != stages or not all(count.strip().isdigit() and int(count) for count in counts):
+        raise UserError(
+            f"--replicas is {text!r}, but {stages} stages take one number from 1 on for all, or "
+            f"{stages} with commas between them"
+        )
+    return [int(count) for count in counts]
+
+
 def schedule_document(
-    name: str, options: Mapping[str, Any], stages: int, units: int, replicas: int
+    name: str, options: Mapping[str, Any], stages: int, units: int, replicas: Sequence[int]
 ) -> dict[str, Any]:
-    """One batch of ``units`` micro-batches under a system, checked by the validator's rules."""
+    """``units`` micro-batches of one batch, or as many batches where they are not cut, under a
+    system, checked by the validator's rules."""
     from runtimes.plan import Plan
     from runtimes.schedule import grid, validate
+    from runtimes.system import UnflushedSystem
     from runtimes.systems import get_system
 
     try:
         system = get_system(name, options)
-        plan = Plan.even(stages, stages, [replicas] * stages, micro_batches=units)
-        program = system.program(plan, (units * replicas,))
+        whole = isinstance(system, UnflushedSystem)
+        plan = Plan.even(stages, stages, replicas, micro_batches=1 if whole else units)
+        # As many samples as leave no replica without one.
+        size = math.lcm(*replicas)
+        program = system.program(plan, (size,) * units if whole else (size * units,))
         validate(program, system.declared(plan))
     except ValueError as error:
         raise UserError(one_line(error)) from None
@@ -147,7 +167,7 @@ def schedule_document(
         "options": dict(options),
         "stages": stages,
         "units": units,
-        "replicas": replicas,
+        "replicas": list(replicas),
         "ranks": [
             {
                 "rank": stream.rank,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from experiments.config import Config, Contender
 from experiments.config import Plan as PlanSection
 from experiments.data import DATA_SETS
+from experiments.data.arrays import check_held_out
 from experiments.errors import UserError, one_line
 from runtimes.job import (
     Augmentation,
@@ -132,6 +133,15 @@ def bucket_cuts(
     return tuple(reversed(cuts))
 
 
+def _samples(config: Config) -> tuple[int, int]:
+    """How many images are trained on, and how many validated."""
+    known, sizes = DATA_SETS[config.data.set], config.data.sizes
+    if sizes.held_out is None:
+        return sizes.train or known.train_samples, sizes.validation or known.validation_samples
+    check_held_out(sizes.held_out, known.train_samples, sizes.train)
+    return sizes.train or known.train_samples - sizes.held_out, sizes.held_out
+
+
 def plan_of(section: PlanSection, layers: Layers, *, size: int, buckets: bool) -> Plan:
     """The plan over these layers; ``size``: bytes of a parameter, ``buckets``: cut backwards where
     replicas reduce their gradients.  Raises UserError if there are too few layers."""
@@ -177,22 +187,22 @@ def _task(config: Config, contender: Contender, section: PlanSection, layers: La
     if name == "torch-ddp":
         # What dp may tune, its peer may too.
         options |= {"bucket_mb": section.bucket_mb}
-    task = Task(contender.label, name, plan, options)
+    task = Task(contender.label, name, plan, options, contender.batch_size)
+    size = contender.batch_size or config.train.batch_size
     if system is not None:
-        _prove(config, system, plan)
+        _prove(config, system, plan, size)
     else:
         if config.train.optimizer.clip is not None:
             raise ValueError(f"{name} does not clip gradients: leave optimizer.clip out")
-        check_peer(task, config.train.batch_size)
+        check_peer(task, size)
     return task
 
 
-def _prove(config: Config, system: System, plan: Plan) -> None:
+def _prove(config: Config, system: System, plan: Plan, size: int) -> None:
     """Hold what will run to the validator's rules: some full batches stand for any number of them,
     beside the last one, and the evaluation."""
-    known, size = DATA_SETS[config.data.set], config.train.batch_size
-    samples = config.data.sizes.train or known.train_samples
-    full, rest = divmod(samples, size)
+    trained, validated = _samples(config)
+    full, rest = divmod(trained, size)
     # Enough for every stage to be in its steady state, and to drain.
     sizes = (size,) * min(full, 2 + 2 * plan.world_size) + ((rest,) if rest else ())
     # Where the pipeline stays full, the next epoch's first batch follows on the smaller last one.
@@ -201,20 +211,30 @@ def _prove(config: Config, system: System, plan: Plan) -> None:
     for carried in range(system.carries + 1):
         program = system.program(plan, sizes, carried=carried, norm=norm)
         validate(program, system.declared(plan, carried=carried))
-    samples = config.data.sizes.validation or known.validation_samples
-    validate(evaluation_program(plan, samples, config.train.evaluation_batch_size))
+    validate(evaluation_program(plan, validated, config.train.evaluation_batch_size))
 
 
 def _check_whole_batches(config: Config) -> None:
     """A benchmark's batches are all of one size, so its training images must be a multiple."""
-    samples = config.data.sizes.train or DATA_SETS[config.data.set].train_samples
-    size = config.train.batch_size
-    if config.bench is not None and (rest := samples % size):
-        way_out = f"data.sizes.train = {samples - rest}" if samples > size else "a smaller batch"
-        raise UserError(
-            f"{config.name}: a benchmark trains whole batches, but {samples} training images are "
-            f"no multiple of train.batch_size {size}: set {way_out}"
-        )
+    if config.bench is None:
+        return
+    samples, _ = _samples(config)
+    own = {entry.label: entry.batch_size for entry in config.bench.contenders if entry.batch_size}
+    whose = {f"{label}'s batch_size": size for label, size in own.items()}
+    for name, size in ({"train.batch_size": config.train.batch_size} | whose).items():
+        if rest := samples % size:
+            way_out = f"data.sizes.train = {samples - rest}" if samples > size else "a smaller one"
+            raise UserError(
+                f"{config.name}: a benchmark trains whole batches, but {samples} training images "
+                f"are no multiple of {name} {size}: set {way_out}"
+            )
+    for label, size in own.items():
+        for steps in (config.bench.steps, config.bench.warmup_steps):
+            if (images := steps * config.train.batch_size) % size:
+                raise UserError(
+                    f"{config.name}: contenders see equally many images, but the {images} of "
+                    f"{steps} batches are no multiple of {label}'s batch_size {size}"
+                )
 
 
 def tasks_of(config: Config, layers: Layers) -> tuple[Task, ...]:

@@ -88,15 +88,16 @@ def execute(
     """
     progress = progress or Progress()
     config, run = prepared.config, store.run(prepared.id)
+    assert (config.sweep, config.waits_for) == (None, None), "not yet one run, with all its values"
     store.check()
-    with progress.of(config.name), store.lock(prepared.id) as lock:
+    with progress.of(config.title), store.lock(prepared.id) as lock:
         if fresh:
             store.archive(prepared.id)
         trackers = {
             record: _tracker(config, run, record, progress) for record in record_ids(config, run.id)
         }
         if _finished(prepared, run):
-            progress.say(f"{config.name}: done before, in {run.path}")
+            progress.say(f"{config.title}: done before, in {run.path}")
             results = _records(config, run, _known_environment(run), force=False)
         elif prepared.missing is not None:
             results = _skip(prepared, run)
@@ -124,7 +125,7 @@ class _Launching:
 def _tell(config: Config, results: list[RunResult], progress: Progress) -> None:
     first = results[0]
     why = f": {first['error']}" if first["error"] else ""
-    progress.say(f"{config.name}: {first['status']}{why}")
+    progress.say(f"{config.title}: {first['status']}{why}")
 
 
 def _known_environment(run: RunDirectory) -> Mapping[str, Any]:
@@ -189,7 +190,8 @@ def _attempt(
     _records(config, run, found)
     how = "starting" if manifest is None else f"resuming from update {manifest.step}"
     where = " in one process" if job.transport == "in-process" else ""
-    progress.update(config.name, f"{how}, {job.world_size} ranks{where}, log in {run.path / 'log'}")
+    ranks = f"{job.world_size} ranks{where}"
+    progress.update(config.title, f"{how}, {ranks}, log in {run.path / 'log'}")
     outcome = launch(
         run.path,
         launch_spec(config.launch, rank_command(run.path), job.processes, prepared.id),
@@ -211,6 +213,7 @@ def _data(config: Config, cache: Path) -> DataSpec:
             root=None if data.root is None else Path(data.root).expanduser().absolute(),
             train_samples=data.sizes.train,
             validation_samples=data.sizes.validation,
+            held_out=data.sizes.held_out,
             seed=data.seed,
             download=data.download,
             channels=data.channels,
@@ -231,7 +234,7 @@ def _watch(
         for event in tail.read():
             text = describe(event, epochs=job.epochs, rounds=rounds)
             if text is not None:
-                launching.progress.update(config.name, text)
+                launching.progress.update(config.title, text)
             if event["event"] == "checkpoint" and launching.live is not None:
                 launching.live.feed()
 
@@ -277,7 +280,7 @@ def _tracker(config: Config, run: RunDirectory, record: str, progress: Progress)
         run.path.with_name(record),
         _document(config),
         run_id=record,
-        name=config.name + label,
+        name=config.title + label,
         mode=config.tracking.mode,
-        warn=lambda text: progress.say(f"{config.name}{label}: {text}"),
+        warn=lambda text: progress.say(f"{config.title}{label}: {text}"),
     )

@@ -59,13 +59,15 @@ def summarise(
         "machine": environment["machine"],
         "transport": config.launch.transport,
         "world_size": sum(_replicas(plan)),
-        "batch_size": config.train.batch_size,
+        "batch_size": contender.batch_size or config.train.batch_size,
         **_shape(plan),
         "config_hash": config_hash(config),
         "attempts": max(
             (event["attempt"] for event in events if event["event"] == "launch"), default=0
         ),
     }
+    if config.swept is not None:
+        result["swept"] = config.swept
     for key in ("rank", "signal", "last_actions"):
         if end.get(key) is not None:
             result[key] = end[key]

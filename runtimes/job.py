@@ -97,12 +97,14 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class Task:
-    """What one system trains: one run, or one contender of a benchmark."""
+    """What one system trains: one run, or one contender of a benchmark.  ``batch_size`` is the
+    job's unless a contender has its own."""
 
     label: str
     system: str
     plan: Plan
     options: Mapping[str, Any] = field(default_factory=dict)
+    batch_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ class SwitchSpec:
 
 @dataclass(frozen=True)
 class BenchSpec:
-    """``rounds`` interleaved rounds; in each, every task trains ``steps`` batches, timed."""
+    """``rounds`` interleaved rounds; in each, every task trains ``steps`` batches of the job's
+    size, or as many samples in batches of its own size, timed."""
 
     rounds: int = 9
     steps: int = 4
@@ -184,6 +187,17 @@ class Job:
                 f"the {self.epochs} epochs"
             )
 
+    def batches(self, task: Task, steps: int) -> tuple[int, ...]:
+        """Sizes of the task's batches that hold as many samples as ``steps`` of the job's."""
+        size = task.batch_size or self.batch_size
+        count, rest = divmod(steps * self.batch_size, size)
+        if rest:
+            raise ValueError(
+                f"{task.label}: {steps} batches of {self.batch_size} samples are no whole number "
+                f"of batches of {size}: choose a batch_size that divides them"
+            )
+        return (size,) * count
+
     @property
     def world_size(self) -> int:
         return self.tasks[0].plan.world_size
@@ -229,4 +243,10 @@ class Job:
 
 def _task(document: Mapping[str, Any]) -> Task:
     plan = Plan.from_json(document["plan"])
-    return Task(document["label"], document["system"], plan, document["options"])
+    return Task(
+        document["label"],
+        document["system"],
+        plan,
+        document["options"],
+        document.get("batch_size"),
+    )

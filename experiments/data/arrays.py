@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.errors import UserError
 
-__all__ = ["Bytes", "Labels", "Part", "Source", "resize", "subset"]
+__all__ = ["Bytes", "Labels", "Part", "Source", "check_held_out", "hold_out", "resize", "subset"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Labels = np.ndarray[Any, np.dtype[np.int64]]
@@ -63,9 +63,40 @@ def subset(part: Part, samples: int | None, seed: int, stream: int, what: str) -
             f"{what} is {samples}, but the data set has {len(part)} such samples: "
             f"use 1 … {len(part)}"
         )
+    return _chosen(part, _shuffle(part, seed, stream)[:samples])
+
+
+def hold_out(part: Part, held_out: int, samples: int | None, seed: int) -> tuple[Part, Part]:
+    """(what is trained on, what is held out of it) of a training part.
+
+    Both ends of the shuffle of :func:`subset`, stream 0: ``samples`` training images are the same
+    with as without a part held out, and what is held out is the same for every ``samples``; None
+    is all that is left.
+    """
+    check_held_out(held_out, len(part), samples)
+    left = len(part) - held_out
+    order = _shuffle(part, seed, 0)
+    return _chosen(part, order[: samples or left]), _chosen(part, order[left:])
+
+
+def check_held_out(held_out: int, images: int, samples: int | None) -> None:
+    """UserError unless ``held_out`` of so many ``images`` leave enough to train on."""
+    most = images - (samples or 1)
+    if held_out > most:
+        trained = f"{samples} are trained on" if samples else "one or more must be trained on"
+        raise UserError(
+            f"data.sizes.held_out is {held_out}, but of {images} training images {trained}: "
+            + (f"hold out 1 … {most}" if most > 0 else "train on fewer (data.sizes.train)")
+        )
+
+
+def _shuffle(part: Part, seed: int, stream: int) -> Labels:
     generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, stream])))
-    chosen = generator.permutation(len(part))[:samples]
-    return Part(part.images[chosen], part.labels[chosen])
+    return generator.permutation(len(part))
+
+
+def _chosen(part: Part, indices: Labels) -> Part:
+    return Part(part.images[indices], part.labels[indices])
 
 
 def resize(images: Bytes, side: int) -> Bytes:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.data.arrays import Source, subset
+from experiments.data.arrays import Part, Source, hold_out, subset
 from experiments.data.catalog import DataSet, find
 from experiments.data.cifar100 import Cifar100
 from experiments.data.digits import Digits
@@ -22,6 +22,8 @@ from runtimes.job import DataSpec
 
 __all__ = ["prepare"]
 
+_KINDS = ("train", "validation")
+
 
 def prepare(
     name: str,
@@ -31,6 +33,7 @@ def prepare(
     root: Path | None = None,
     train_samples: int | None = None,
     validation_samples: int | None = None,
+    held_out: int | None = None,
     seed: int = 0,
     download: bool = False,
     channels: int | None = None,
@@ -40,13 +43,14 @@ def prepare(
 
     ``seed`` decides the split (digits), the subset and the synthetic pixels; it belongs to the
     data, not to the run, so that runs of several seeds share one validation part.
+    ``held_out`` training images, none of which is trained on, become the validation part.
     ``root`` holds the files of Fashion-MNIST or CIFAR-100; they are read even if the prepared
     data exist, since their digests are part of the key.  ``channels`` and ``classes`` can be
     chosen for synthetic images only.  UserError: an unknown name, a size out of range, files
     that are missing or damaged, a cache that cannot be written.
     """
     data_set = find(name)
-    _check_sizes(image_size=image_size)
+    _check_sizes(image_size=image_size, held_out=held_out)
     if seed < 0:
         raise UserError(f"the data's seed is {seed}, but must be 0 or more")
     _check_shape(data_set, channels=channels, classes=classes)
@@ -70,6 +74,7 @@ def prepare(
         "image_size": image_size,
         "train_samples": train_samples,
         "validation_samples": validation_samples,
+        "held_out": held_out,
         "seed": seed,
         "source": source.identity(),
     }
@@ -98,22 +103,36 @@ def _real(name: str, root: Path | None, downloads: Path, seed: int, download: bo
 
 
 def _write(directory: Path, source: Source, meta: Mapping[str, Any]) -> None:
-    parameters = meta["parameters"]
-    moments: dict[str, Any] = {}
-    for stream, (kind, part) in enumerate(zip(("train", "validation"), source.load(), strict=True)):
+    parts = source.load()
+    for kind, part in zip(_KINDS, parts, strict=True):
         part.check(meta["classes"], f"{meta['title']}, {kind} part ({source.origin})")
-        samples = f"{kind}_samples"
-        chosen = subset(part, parameters[samples], parameters["seed"], stream, samples)
+    moments: dict[str, Any] = {}
+    for kind, chosen in zip(_KINDS, _chosen(parts, meta["parameters"]), strict=True):
         # Both parts are normalised with what is known from the training part alone.
         written = write_part(
-            directory / kind, chosen, parameters["image_size"], {**meta, "part": kind, **moments}
+            directory / kind,
+            chosen,
+            meta["parameters"]["image_size"],
+            {**meta, "part": kind, **moments},
         )
         moments = {"mean": written["mean"], "std": written["std"]}
 
 
+def _chosen(parts: tuple[Part, Part], parameters: Mapping[str, Any]) -> tuple[Part, Part]:
+    samples = [f"{kind}_samples" for kind in _KINDS]
+    seed, held_out = parameters["seed"], parameters["held_out"]
+    if held_out is not None:
+        return hold_out(parts[0], held_out, parameters[samples[0]], seed)
+    train, validation = (
+        subset(part, parameters[name], seed, stream, name)
+        for stream, (part, name) in enumerate(zip(parts, samples, strict=True))
+    )
+    return train, validation
+
+
 def _check_prepared(directory: Path) -> None:
     """A rename made these files whole; this catches what happened to them since."""
-    for part in ("train", "validation"):
+    for part in _KINDS:
         for file in (directory / part / name for name in ("images.npy", "labels.npy")):
             try:
                 np.load(file, mmap_mode="r")

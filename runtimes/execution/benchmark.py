@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from runtimes.execution.engine import Engine, Feed, Segment, SegmentReport
+from runtimes.execution.engine import Engine, Segment, SegmentReport
 from runtimes.execution.events import EventLog
 from runtimes.execution.rehearsal import Rehearsal, Slice
 from runtimes.execution.team import gather
@@ -26,7 +26,6 @@ def run_benchmark(
     engines: Sequence[Engine],
     job: Job,
     run_dir: Path,
-    feed: Feed,
     rehearsals: Sequence[Rehearsal],
     note: Callable[[str], None],
 ) -> None:
@@ -37,9 +36,10 @@ def run_benchmark(
     done = [0] * len(engines)
 
     def train(index: int, steps: int) -> tuple[float, list[SegmentReport]]:
+        batches = job.batches(job.tasks[index], steps)
         dist.barrier()
-        report = engines[index].train(Segment(done[index], (job.batch_size,) * steps))
-        done[index] += steps
+        report = engines[index].train(Segment(done[index], batches))
+        done[index] += len(batches)
         reports: list[SegmentReport] = gather(report)
         return max(report.wall_s for report in reports), reports
 
@@ -53,14 +53,15 @@ def run_benchmark(
             index = (number + position) % len(engines)
             task = job.tasks[index]
             wall, reports = train(index, spec.steps)
-            bound = _bound(task, rehearsals[index], number, spec.steps) if spec.bound else None
+            batches = job.batches(task, spec.steps)
+            bound = _bound(task, rehearsals[index], number, len(batches)) if spec.bound else None
             event = {
                 "event": "round",
                 "task": task.label,
                 "round": number,
                 "position": position,
-                "steps": spec.steps,
-                "samples": spec.steps * job.batch_size,
+                "steps": len(batches),
+                "samples": sum(batches),
                 "wall_s": wall,
                 "compute_bound_s": bound,
                 "ranks": rank_entries(task.plan, reports),

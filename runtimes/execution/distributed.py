@@ -227,7 +227,7 @@ class _End:
     def leave(self) -> None:
         """Every rank leaves at the same place: then no message is under way in any group."""
         dist.barrier()
-        for group in (*self.groups.values(), *self.replicas.values()):
+        for group in (*self.groups.values(), *self.replicas.values(), self.everyone):
             dist.destroy_process_group(group)
 
 
@@ -337,7 +337,10 @@ class DistributedEngine:
         return self.worker.state()
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
-        self.worker.load(state)
+        # Every rank may have been given its own share, and all have to know of the same versions.
+        stashes: list[bool] = [False] * self.plan.world_size
+        dist.all_gather_object(stashes, bool(state.get("stash")))
+        self.worker.load({"stash": {}} | dict(state), carried=any(stashes))
 
     def close(self) -> None:
         self.end.leave()

@@ -229,4 +229,4 @@ class InProcess:
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
         for worker in self.workers:
-            worker.load(state)
+            worker.load(state, carried=bool(state.get("stash")))

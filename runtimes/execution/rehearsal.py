@@ -41,7 +41,7 @@ class Rehearsal:
     def __init__(self, job: Job, task: Task, stack: LayerStack, feed: Feed, rank: int):
         index, replica = task.plan.place(rank)
         stage = task.plan.stages[index]
-        unit = split(job.batch_size, task.plan.micro_batches)[-1]
+        unit = split(task.batch_size or job.batch_size, task.plan.micro_batches)[-1]
         low, high = unit
         if not schedule_of(task.system, task.options).rounds:
             low, high = split(high - low, stage.replicas)[replica]
@@ -99,11 +99,16 @@ class Rehearsal:
         return out
 
 
-def rehearsals(job: Job, stack: LayerStack, feed: Feed, rank: int) -> Sequence[Rehearsal]:
+def rehearsals(
+    job: Job, stack: LayerStack, feeds: Sequence[Feed], rank: int
+) -> Sequence[Rehearsal]:
     """One for each task; tasks whose replicas compute the same share it."""
     known: dict[object, Rehearsal] = {}
-    keys = [(task.plan, schedule_of(task.system, task.options).rounds) for task in job.tasks]
-    for task, key in zip(job.tasks, keys, strict=True):
+    keys = [
+        (task.plan, task.batch_size, schedule_of(task.system, task.options).rounds)
+        for task in job.tasks
+    ]
+    for task, key, feed in zip(job.tasks, keys, feeds, strict=True):
         if key not in known:
             known[key] = Rehearsal(job, task, stack, feed, rank)
     return [known[key] for key in keys]

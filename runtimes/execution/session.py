@@ -87,11 +87,14 @@ def _run(job: Job, run_dir: Path, rank: int, status: StatusFile) -> None:
     if job.bench is None:
         _train(job, run_dir, stack, rank, status)
     else:
-        feed = _training_feed(job)
+        feeds = [_training_feed(job, task.batch_size) for task in job.tasks]
         status.note("building the engines")
-        engines = [_engine(job, task, stack, feed, rank, status) for task in job.tasks]
-        slices = rehearsals(job, stack, feed, rank)
-        run_benchmark(engines, job, run_dir, feed, slices, status.note)
+        engines = [
+            _engine(job, task, stack, feed, rank, status)
+            for task, feed in zip(job.tasks, feeds, strict=True)
+        ]
+        slices = rehearsals(job, stack, feeds, rank)
+        run_benchmark(engines, job, run_dir, slices, status.note)
     status.note("end")
     dist.barrier()
     dist.destroy_process_group()
@@ -113,8 +116,9 @@ def _train(job: Job, run_dir: Path, stack: LayerStack, rank: int, status: Status
     run_training(build, job, run_dir, feed, validation, status.note)
 
 
-def _training_feed(job: Job) -> ArrayFeed:
-    return _feed(job, job.data.train, job.batch_size, job.data.augmentation, shuffle=True)
+def _training_feed(job: Job, batch_size: int | None = None) -> ArrayFeed:
+    size = batch_size or job.batch_size
+    return _feed(job, job.data.train, size, job.data.augmentation, shuffle=True)
 
 
 def _feed(

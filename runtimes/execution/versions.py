@@ -115,7 +115,7 @@ class WeightVersions:
         ``stash``: those of the version before, which then is version 0."""
         self.drained()
         with torch.no_grad():
-            if stash:
+            if stash is not None:
                 old = {
                     name: Parameter(stash[name].to(latest, copy=True))
                     for name, latest in self.current.items()

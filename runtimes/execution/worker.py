@@ -378,9 +378,10 @@ class Worker:
             "stash": self.versions.stash() if self.carried else {},
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take what this stage needs of a merged state, whatever plan wrote it."""
-        stash = state.get("stash") if self.system.carries else None
+    def load(self, state: Mapping[str, Any], *, carried: bool) -> None:
+        """Take what this stage needs of a merged state, whatever plan wrote it.  ``carried``: the
+        whole state has a stash, of which a stage without weights holds nothing."""
+        stash = state["stash"] if carried and self.system.carries else None
         self.versions.load(state["weights"], state["optimizer"], stash)
         for name, constant in self.constants.items():
             constant.copy_(state["weights"][name])

@@ -36,6 +36,7 @@ patch_size = 4
 set = "digits"
 image_size = 32
 root = "{root}"
+{sizes}
 [train]
 batch_size = {batch_size}
 epochs = {epochs}
@@ -46,6 +47,7 @@ name = "adamw"
 lr = {lr}
 [train.learning_rate]
 kind = "cosine"
+{sections}
 """
 
 
@@ -114,9 +116,13 @@ class Results:
         identity: str | None = None,
         source: str = "",
         root: str = "",
+        sizes: str = "",
+        sections: str = "",
+        evaluations: Mapping[int, float] | None = None,
         **changes: Any,
     ) -> Path:
-        """A training run with one step event a loss."""
+        """A training run with one step event a loss, and an accuracy after so many updates;
+        ``sections`` are further ones of its config."""
         identity = identity or f"digits-{system}-s{seed}"
         path = self.directory(identity, source)
         result = {
@@ -130,7 +136,8 @@ class Results:
             **changes,
         }
         (path / "result.json").write_text(json.dumps(result))
-        self.config(path, {**result, "options": options, "lr": lr, "root": root, "epochs": epochs})
+        given = {"options": options, "lr": lr, "root": root, "epochs": epochs}
+        self.config(path, {**result, **given, "sizes": sizes, "sections": sections})
         events: list[dict[str, Any]] = [{"event": "launch", "t": 0.0, "attempt": 1}]
         events += [
             {
@@ -143,6 +150,10 @@ class Results:
             }
             for step, loss in enumerate(losses)
         ]
+        events += [
+            {"event": "evaluation", "step": step, "epoch": 0, "accuracy": value}
+            for step, value in (evaluations or {}).items()
+        ]
         events.append({"event": "end", "t": 1.0, "status": result["status"], "error": None})
         (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
         return path
@@ -150,6 +161,7 @@ class Results:
     def bench_config(self, path: Path, systems: Sequence[str]) -> None:
         """The config of a benchmark whose contenders carry their systems' names."""
         values = {"name": "smoke/throughput", "system": "", "options": "", "root": ""}
+        values |= {"sizes": "", "sections": ""}
         values |= {"stages": 2, "micro_batches": 4, "batch_size": 90}
         self.config(path, {**values, "epochs": 1, "seed": 0, "lr": 0.1})
         text = (path / "config.toml").read_text()

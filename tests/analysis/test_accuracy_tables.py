@@ -68,7 +68,7 @@ def test_model_data_and_regime_are_named(results: Results) -> None:
     (row,) = rows(results)
     assert row["model"] == "VisionTransformer width 64 depth 6 patch 4"
     assert row["data"] == "digits 32×32"
-    assert row["regime"] == "B = 90, adamw 0.001, cosine, float32"
+    assert row["regime"] == "20 epochs, B = 90, adamw 0.001, cosine, float32"
 
 
 def test_failures_are_rows_and_do_not_enter_the_mean(results: Results) -> None:
@@ -213,6 +213,14 @@ def test_only_runs_of_one_task_and_seed_are_compared(
     item = agreement(results)
     assert (item.system, pd.isna(item.reference), item.agrees) == ("gpipe", True, False)
     assert lines(results, "loss-agreement", "gpipe")[0][6] == "no dp run"
+
+
+def test_only_synchronous_systems_at_given_settings_are_compared(results: Results) -> None:
+    chosen = "[best_of]\nsweep = 'x'\n[best_of.chosen]\n'train.optimizer.lr' = 0.001"
+    for system in ("dp", "gpipe", "ashpipe", "dp → gpipe", "dp → ashpipe"):
+        results.train(system, losses=[1.0, 1.0, 1.0])
+    results.train("dapple", losses=[1.0, 1.0, 1.0], sections=chosen)
+    assert [item.system for item in compared(results)] == ["gpipe", "dp → gpipe"]
 
 
 def test_dp_without_options_is_the_reference(results: Results) -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import numpy as np
@@ -16,7 +17,7 @@ from analysis import figures
 from analysis.records import load_records
 from tests.analysis.builder import PARTS, Results
 
-NAMES = ("breakdown", "loss", "throughput")
+NAMES = ("breakdown", "learning-curves", "loss", "throughput")
 WALLS = [1.0, 1.1, 0.9, 1.0, 1.2, 1.0, 1.1, 0.9, 1.25]
 
 
@@ -28,7 +29,8 @@ def account() -> dict[str, dict[str, float]]:
 def results(tmp_path: Path) -> Results:
     made = Results(tmp_path / "results")
     for system in ("dp", "torch-ddp", "gpipe"):
-        made.train(system, losses=[2.0, 1.5, 1.0 if system == "dp" else 1.0001])
+        losses = [2.0, 1.5, 1.0 if system == "dp" else 1.0001]
+        made.train(system, losses=losses, evaluations={3: 0.9})
         made.bench(system, WALLS, breakdown=account())
     made.bench("dapple", [], status="oom", error="rank 0")
     return made
@@ -124,6 +126,29 @@ def test_loss_curves_and_their_distance_from_dp(results: Results) -> None:
     assert list(curves.lines[0].get_ydata()) == [2.0, 1.5, 1.0]
     assert list(differences.lines[0].get_xdata()) == [3]
     assert list(differences.lines[0].get_ydata()) == pytest.approx([1e-4])
+
+
+def test_learning_curves_are_means_by_images_seen_with_a_band_over_seeds(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results")
+    for seed, (loss, accuracy) in enumerate([(1.0, 0.5), (2.0, 0.6), (6.0, 0.7)]):
+        more: dict[str, Any] = {"steps_per_epoch": 30, "evaluations": {60: accuracy}}
+        more |= {"status": "diverged"} if seed == 2 else {}
+        results.train("dp", seed=seed, losses=[loss] * 60, **more)
+    point = '[swept]\n"train.optimizer.lr" = 0.001'
+    results.train("dp", identity="of-a-sweep", losses=[9.0], evaluations={1: 0.1}, sections=point)
+    losses, accuracies = draw("learning-curves", results).axes
+    line = losses.lines[0]
+    # Three updates of 90 images a point, a tenth of an epoch.
+    assert list(line.get_xdata()) == list(range(270, 5401, 270))
+    assert list(line.get_ydata()) == pytest.approx([3.0] * 20)
+    (band,) = losses.collections
+    heights = np.asarray(band.get_paths()[0].vertices)[:, 1]
+    assert (heights.min(), heights.max()) == (1.0, 6.0)
+    assert list(accuracies.lines[0].get_xdata()) == [5400]
+    assert list(accuracies.lines[0].get_ydata()) == pytest.approx([0.6])
+    legend = losses.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["dp (1 of 3 not to the end)"]
 
 
 def test_benchmarks_are_panels_and_a_repeated_name_is_told_apart(results: Results) -> None:

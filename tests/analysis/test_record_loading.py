@@ -39,12 +39,12 @@ def test_a_training_run(results: Results) -> None:
     )
     assert record.evidence == "measured"
     assert records.steps.to_dict("split")["data"] == [
-        [0, 0, 0, 2.5],
-        [0, 1, 0, 2.0],
-        [0, 2, 0, 1.5],
-        [0, 3, 1, 1.0],
+        [0, 0, 0, 2.5, 90],
+        [0, 1, 0, 2.0, 90],
+        [0, 2, 0, 1.5, 90],
+        [0, 3, 1, 1.0, 90],
     ]
-    assert records.steps.columns.tolist() == ["run", "step", "epoch", "loss"]
+    assert records.steps.columns.tolist() == ["run", "step", "epoch", "loss", "samples"]
     (evaluation,) = records.evaluations.itertuples()
     assert (evaluation.step, evaluation.accuracy) == (3, 0.5)
     assert record.accuracy == 0.96
@@ -159,9 +159,10 @@ def test_contenders_without_a_record_are_unfinished_and_others_are_not_doubled(
 
 
 def test_a_loss_that_is_no_number_is_kept_as_nan(results: Results) -> None:
-    path = results.train("dp", losses=[2.5, 2.0], status="diverged") / "events.jsonl"
-    path.write_text(path.read_text().replace("2.0", "null", 1).replace("2.5", "NaN", 1))
-    assert load_records(results.root).steps["loss"].isna().tolist() == [True, True]
+    path = results.train("dp", losses=[2.5, 2.0, 1.5], status="diverged") / "events.jsonl"
+    for loss, text in (("2.5", "NaN"), ("2.0", "null"), ("1.5", '"nan"')):
+        path.write_text(path.read_text().replace(loss, text, 1))
+    assert load_records(results.root).steps["loss"].isna().tolist() == [True, True, True]
 
 
 # ---- broken files --------------------------------------------------------------------------------

@@ -14,9 +14,14 @@ from experiments.paths import CONFIGS
 from experiments.preflight import missing_hardware
 from experiments.resolve import job_of, layers_of, tasks_of
 from runtimes.job import DataSpec, Job
+from runtimes.systems import PEERS, SYSTEMS
 
 NAMES = config_names()
 FILES = sorted(CONFIGS.rglob("*.toml"))
+
+
+OF_THE_SYSTEM = {"name": "", "system": None, "plan": None, "switch": None}
+FAMILIES = ("smoke", "peers", "asynchrony", "cifar100", "vit_h14")
 
 
 def write(folder: Path, text: str, name: str = "own") -> str:
@@ -42,11 +47,11 @@ batch_size = 4
 
 
 def test_the_families_are_there() -> None:
-    assert {name.split("/")[0] for name in NAMES} >= {"smoke", "cifar100", "vit_h14"}
-    assert {"smoke", "cifar100", "vit_h14"} <= set(tiers())
+    assert {name.split("/")[0] for name in NAMES} >= {*FAMILIES}
+    assert {*FAMILIES} <= set(tiers())
     smoke = [name for name in NAMES if "smoke" in load(name).tiers]
     systems = {c.system for name in smoke for c in load(name).contenders()}
-    assert systems == {"dp", "gpipe", "dapple", "torch-ddp", "torch-gpipe", "torch-1f1b"}
+    assert systems == {*SYSTEMS, *PEERS}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(CONFIGS).as_posix())
@@ -77,6 +82,29 @@ def test_every_config_resolves_to_a_job_that_survives_json(name: str) -> None:
 def test_no_two_runs_are_the_same() -> None:
     ids = [run_id(config) for name in NAMES for config in load_runs(name)]
     assert len(set(ids)) == len(ids)
+
+
+def test_a_study_asks_the_same_of_every_system() -> None:
+    """One regime, one sweep and the same seeds, fresh ones; all that differs is the system."""
+    studies = [name for name in NAMES if load(name).best_of is not None]
+    assert len(studies) == 6
+    regimes, sweeps = set(), set()
+    for name in studies:
+        config = load(name)
+        assert config.best_of is not None
+        sweep = load(config.best_of.sweep)
+        assert config.best_of.sweep == name.replace("/", "/sweep-")
+        assert (sweep.system, sweep.plan, sweep.switch) == (
+            config.system,
+            config.plan,
+            config.switch,
+        )
+        assert sweep.train.seed not in (config.train.seeds or ())
+        sizes = config.data.sizes.model_copy(update={"held_out": sweep.data.sizes.held_out})
+        assert sweep.data == config.data.model_copy(update={"sizes": sizes})
+        regimes.add(config.model_copy(update=OF_THE_SYSTEM | {"best_of": None}).model_dump_json())
+        sweeps.add(sweep.model_copy(update=OF_THE_SYSTEM).model_dump_json())
+    assert (len(regimes), len(sweeps)) == (1, 1)
 
 
 def test_a_scale_is_a_run_of_its_own_that_a_cpu_can_hold() -> None:

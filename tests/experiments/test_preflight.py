@@ -179,6 +179,12 @@ def test_a_benchmark_trains_whole_batches() -> None:
     config = load("smoke/throughput", ["data.sizes.train=40"])
     with pytest.raises(UserError, match=r"no multiple .* 32: set data.sizes.train = 32"):
         tasks_of(config, layers_of(config))
+    config = load("smoke/throughput", ["bench.contenders.0.batch_size=48"])
+    with pytest.raises(UserError, match=r"no multiple of dp's batch_size 48: set data.sizes"):
+        tasks_of(config, layers_of(config))
+    config = load("smoke/throughput", ["bench.contenders.0.batch_size=128"])
+    with pytest.raises(UserError, match=r"no multiple of dp's batch_size 128"):
+        tasks_of(config, layers_of(config))
 
 
 def test_the_buckets_of_data_parallelism_are_its_peers_too() -> None:

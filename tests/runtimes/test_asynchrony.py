@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from runtimes.execution.engine import Segment
+from runtimes.plan import Plan
 from tests.runtimes.transparency import Case, engine_of, faults, reference, train_in_process
 
 #: By batch size: an epoch of an odd number of batches.
@@ -183,3 +184,20 @@ def test_live_versions_reach_the_formula_and_never_exceed_it(case: Case) -> None
     for worker in engine.workers:
         formula = engine.system.live_versions(plan, worker.stage_index)
         assert worker.versions.most_live == formula, worker.rank
+
+
+def test_a_stage_without_weights_knows_that_a_version_is_carried_over() -> None:
+    """The first layers of this model have no weights, so no stash either."""
+    case = replace(
+        thrice(Case("pipedream_2bw", 3, 3, model="widths"), 18), segments=(EPOCHS[18],) * 2
+    )
+    plan = Plan.contiguous((2, 3, 4), micro_batches=3)
+    one, other = (engine_of(case, plan) for _ in range(2))
+    assert not any(one.workers[0].versions.current)
+    one.train(Segment(0, EPOCHS[18]))
+    other.load(one.state(), 5)
+    assert [worker.carried for worker in other.workers] == [1, 1, 1]
+    for engine in (one, other):
+        engine.train(Segment(5, EPOCHS[18]))
+    weights = one.state()["weights"]
+    assert all(torch.equal(w, weights[name]) for name, w in other.state()["weights"].items())

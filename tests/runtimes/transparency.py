@@ -249,8 +249,10 @@ def job_of(case: Case) -> Job:
     )
 
 
-def engine_of(case: Case) -> InProcess:
+def engine_of(case: Case, plan: Plan | None = None) -> InProcess:
     job = job_of(case)
+    if plan is not None:
+        job = replace(job, tasks=(replace(job.tasks[0], plan=plan),))
     feed = ArrayFeed(case.precision, case.epoch)
     engine = InProcess(job, job.tasks[0], stack_of(case.model), feed, keep_gradients=True)
     engine.load({**engine.state(), "weights": initial_weights(case.model)}, 0)

@@ -108,6 +108,36 @@ def test_a_subset_is_the_head_of_a_seeded_shuffle(tmp_path: Path) -> None:
     assert len(arrays(whole.train)[1]) == 1437
 
 
+def digits(cache: Path, **changes: Any) -> tuple[list[bytes], list[bytes]]:
+    """The images of the two parts."""
+    spec = prepare("digits", image_size=8, cache=cache, **changes)
+    train, validation = (
+        list(map(bytes, arrays(part)[0])) for part in (spec.train, spec.validation)
+    )
+    return train, validation
+
+
+def test_what_is_held_out_is_of_the_training_part_and_not_trained_on(tmp_path: Path) -> None:
+    everyone, test = digits(tmp_path)
+    for samples in (None, 100, 1387):
+        train, held_out = digits(tmp_path, train_samples=samples, held_out=50)
+        assert (len(train), len(held_out)) == (samples or 1387, 50)
+        assert set(train) | set(held_out) <= set(everyone)
+        # Multisets, as some digits are the same image.
+        rest = list(everyone)
+        for image in (*train, *held_out):
+            rest.remove(image)
+        assert not set(held_out) & set(test)
+    assert held_out == digits(tmp_path, train_samples=100, held_out=50)[1]
+    assert held_out != digits(tmp_path, train_samples=100, held_out=50, seed=1)[1]
+
+
+def test_holding_out_changes_nothing_of_what_is_trained_on(tmp_path: Path) -> None:
+    with_test, _ = digits(tmp_path, train_samples=100)
+    with_held_out, _ = digits(tmp_path, train_samples=100, held_out=50)
+    assert with_test == with_held_out
+
+
 def test_the_same_parameters_are_the_same_directory_and_others_are_not(tmp_path: Path) -> None:
     first = random_images(tmp_path)
     before = (Path(first.train) / "images.npy").stat().st_mtime_ns
@@ -208,6 +238,18 @@ def test_prepared_data_damaged_since_are_named(tmp_path: Path, damage: str) -> N
         ("digits", {"image_size": 0}, "image_size is 0, but must be at least 1"),
         ("digits", {"train_samples": 1438}, "train_samples is 1438.* 1437 such.*use 1 … 1437"),
         ("digits", {"validation_samples": 0}, "validation_samples is 0.*use 1 … 360"),
+        ("digits", {"held_out": 0}, "held_out is 0, but must be at least 1"),
+        ("digits", {"held_out": 1437}, "held_out is 1437, but of 1437.*hold out 1 … 1436"),
+        (
+            "digits",
+            {"train_samples": 1400, "held_out": 38},
+            "held_out is 38, but of 1437 training images 1400 are trained on: hold out 1 … 37",
+        ),
+        (
+            "digits",
+            {"train_samples": 1437, "held_out": 1},
+            "1437 are trained on: train on fewer .data.sizes.train",
+        ),
         ("digits", {"channels": 3}, "channels is 3, but scikit-learn digits has 1"),
         ("digits", {"seed": -1}, "seed is -1"),
         ("random", {"classes": 0}, "classes is 0"),
