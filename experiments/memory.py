@@ -25,8 +25,9 @@ _LASTING = frozenset({"weights", "optimizer"})
 
 
 def memory_needed(config: Config, tasks: Sequence[Task], batch_size: int) -> Counter[str]:
-    """Bytes by kind, with batches of this size in the place of the config's: on CPUs those of all
-    processes of a node, else on the device of the process that needs most.
+    """Bytes by kind, with batches of this size in the place of the config's (contenders may have
+    their own): on CPUs those of all processes of a node, else on the device of the process that
+    needs most.
 
     Ranks are taken to be at their peaks at the same time.
     """
