@@ -10,23 +10,19 @@ import psutil
 
 from experiments.config import Config
 from experiments.errors import UserError, one_line
+from experiments.memory import largest_batch, memory_needed
 from experiments.resolve import Layers, parameter_bytes
 from experiments.store import RunDirectory
 from runtimes.job import Task
 from runtimes.manifest import Manifest, read_manifest
-from runtimes.systems import SYSTEMS, get_system
 
 __all__ = [
-    "PROCESS_BYTES",
     "check_checkpoint",
     "check_launch",
     "disk_bytes",
     "missing_hardware",
-    "rank_bytes",
 ]
 
-#: What a rank takes before it holds a model: the interpreter, torch and its communication.
-PROCESS_BYTES = 400_000_000
 _RECORD_BYTES = 4_000_000
 
 
@@ -36,21 +32,7 @@ def _states(config: Config) -> int:
     return 2 if optimizer.name == "adamw" else int(optimizer.momentum > 0)
 
 
-def rank_bytes(config: Config, task: Task, layers: Layers, rank: int) -> int:
-    """Weights (of every version), gradients and optimizer state of one rank; no activations.
-
-    So a lower bound: what does not fit by this count does not fit.
-    """
-    place, _ = task.plan.place(rank)
-    stage = task.plan.stages[place]
-    versions = 1
-    if task.system in SYSTEMS:
-        versions = get_system(task.system, task.options).live_versions(task.plan, place)
-    parameters = sum(layers.parameters[stage.first : stage.last])
-    return parameters * parameter_bytes(config) * (versions + 1 + _states(config))
-
-
-def missing_hardware(config: Config, tasks: Sequence[Task], layers: Layers) -> str | None:
+def missing_hardware(config: Config, tasks: Sequence[Task]) -> str | None:
     """Why this machine cannot run the config, and the way out; None if nothing speaks against it.
 
     Raises UserError where no machine can.
@@ -62,50 +44,54 @@ def missing_hardware(config: Config, tasks: Sequence[Task], layers: Layers) -> s
             f"{world} ranks do not share out over launch.nodes = {config.launch.nodes}: "
             "every node runs equally many"
         )
-    held = [[rank_bytes(config, task, layers, rank) for rank in range(world)] for task in tasks]
-    # All contenders of a benchmark are there at once; of two systems of one run, one at a time.
-    together = sum if config.switch is None else max
-    needed = [together(shares) for shares in zip(*held, strict=True)]
-    if config.launch.transport == "in-process":
-        here, needed = 1, [sum(needed)]
     if config.launch.device == "cpu":
-        reason = _missing_memory(here, world, needed, config.launch.nodes)
-    else:
-        reason = _missing_accelerators(here, needed)
-    return None if reason is None else f"{reason}: {_way_out(config)}"
+        return _missing_memory(config, tasks, f"{here} ranks need", "memory here")
+    processes = 1 if config.launch.transport == "in-process" else here
+    reason = _missing_accelerators(processes)
+    if reason is not None:
+        return f"{reason}: {_way_out(config)}"
+    return _missing_memory(config, tasks, "a process needs", "a device's memory")
 
 
-def _missing_memory(processes: int, ranks: int, needed: Sequence[int], nodes: int) -> str | None:
-    """``needed``: bytes of each process, whatever its node; ``processes`` of them are here."""
-    most = sum(needed) / nodes + processes * PROCESS_BYTES
-    free = psutil.virtual_memory().available
-    if most <= free:
+def _missing_memory(config: Config, tasks: Sequence[Task], who: str, what: str) -> str | None:
+    free = _free_memory(config)
+    size = config.train.batch_size
+    needed = memory_needed(config, tasks, size)
+    if needed.total() <= free:
         return None
+    parts = ", ".join(
+        f"{kind} {count / 1e9:.1f}" for kind, count in needed.most_common() if count >= 5e7
+    )
+    fits = largest_batch(config, tasks, free)
+    smaller = f"set train.batch_size = {fits}, the largest that fits, or " if fits else ""
     return (
-        f"{ranks // nodes} ranks need at least {most / 1e9:.1f} GB of memory here for weights, "
-        f"gradients and optimizer state, and {free / 1e9:.1f} GB are free"
+        f"{who} {needed.total() / 1e9:.1f} GB of {what} ({parts}), and {free / 1e9:.1f} GB are "
+        f"free: {smaller}{_way_out(config)}"
     )
 
 
-def _missing_accelerators(processes: int, needed: Sequence[int]) -> str | None:
+def _free_memory(config: Config) -> int:
+    """Bytes that this machine has for all processes, or its smallest device for one."""
+    if config.launch.device == "cpu":
+        return int(psutil.virtual_memory().available)
+    import torch
+
+    devices = range(torch.cuda.device_count())
+    return min(int(torch.cuda.get_device_properties(d).total_memory) for d in devices)
+
+
+def _missing_accelerators(processes: int) -> str | None:
     import torch
 
     found = torch.cuda.device_count()
-    if found < processes:
-        who = (
-            "1 process needs a CUDA device"
-            if processes == 1
-            else (f"{processes} ranks need a CUDA device each")
-        )
-        return f"{who}, and this machine has {found or 'none'}"
-    memory = min(torch.cuda.get_device_properties(rank).total_memory for rank in range(processes))
-    most = max(needed)
-    if most > memory:
-        return (
-            f"a process needs at least {most / 1e9:.1f} GB for weights, gradients and optimizer "
-            f"state, and a device here has {memory / 1e9:.1f} GB"
-        )
-    return None
+    if found >= processes:
+        return None
+    who = (
+        "1 process needs a CUDA device"
+        if processes == 1
+        else (f"{processes} ranks need a CUDA device each")
+    )
+    return f"{who}, and this machine has {found or 'none'}"
 
 
 def _way_out(config: Config) -> str:

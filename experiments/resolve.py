@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from experiments.config import Config, Contender
 from experiments.config import Plan as PlanSection
@@ -29,7 +30,20 @@ from runtimes.schedule import validate
 from runtimes.system import System, evaluation_program
 from runtimes.systems import SYSTEMS, get_system
 
-__all__ = ["Layers", "bucket_cuts", "job_of", "layers_of", "parameter_bytes", "plan_of", "tasks_of"]
+if TYPE_CHECKING:
+    from runtimes.model.stack import LayerStack
+
+__all__ = [
+    "Layers",
+    "bucket_cuts",
+    "image_of",
+    "job_of",
+    "layers_of",
+    "parameter_bytes",
+    "plan_of",
+    "stack_of",
+    "tasks_of",
+]
 
 
 @dataclass(frozen=True)
@@ -48,10 +62,9 @@ def layers_of(config: Config) -> Layers:
     Raises UserError for a model that does not exist, cannot be cut, or does not fit the images.
     """
     known = DATA_SETS[config.data.set]
-    channels, classes = config.data.channels or known.channels, config.data.classes or known.classes
-    shape = (channels, config.data.image_size, config.data.image_size)
+    classes = config.data.classes or known.classes
     name = config.model.name
-    layers = _layers(name, json.dumps(config.model.args, sort_keys=True, default=str), shape)
+    layers = _layers(name, _arguments(config), image_of(config))
     if layers.outputs != classes:
         raise UserError(
             f"model {name!r} has {layers.outputs} outputs, but {known.title} has {classes} classes:"
@@ -60,14 +73,34 @@ def layers_of(config: Config) -> Layers:
     return layers
 
 
-@lru_cache(maxsize=64)
-def _layers(name: str, args: str, shape: tuple[int, int, int]) -> Layers:
+def image_of(config: Config) -> tuple[int, int, int]:
+    """(C, H, W) of the config's images."""
+    channels = config.data.channels or DATA_SETS[config.data.set].channels
+    return channels, config.data.image_size, config.data.image_size
+
+
+def stack_of(config: Config) -> LayerStack:
+    """The config's model without memory for its weights; UserError if there is none."""
+    return _stack(config.model.name, _arguments(config))
+
+
+def _arguments(config: Config) -> str:
+    return json.dumps(config.model.args, sort_keys=True, default=str)
+
+
+@lru_cache(maxsize=8)
+def _stack(name: str, args: str) -> LayerStack:
     from runtimes.model.stack import build_stack
 
     try:
-        stack = build_stack(ModelSpec(name, json.loads(args)))
+        return build_stack(ModelSpec(name, json.loads(args)))
     except ValueError as error:
         raise UserError(one_line(error)) from None
+
+
+@lru_cache(maxsize=64)
+def _layers(name: str, args: str, shape: tuple[int, int, int]) -> Layers:
+    stack = _stack(name, args)
     try:
         outputs = stack.output_shapes(shape)[-1]
     except (ValueError, RuntimeError, AssertionError) as error:

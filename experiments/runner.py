@@ -50,7 +50,7 @@ def prepare(config: Config) -> Prepared:
     """All that can be said before anything is written; UserError for what no machine can run."""
     layers = layers_of(config)
     tasks = tasks_of(config, layers)
-    return Prepared(config, run_id(config), layers, tasks, missing_hardware(config, tasks, layers))
+    return Prepared(config, run_id(config), layers, tasks, missing_hardware(config, tasks))
 
 
 def _finished(prepared: Prepared, run: RunDirectory) -> bool:

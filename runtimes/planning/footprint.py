@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -52,27 +53,36 @@ class Footprint:
     ):
         self._stack, self._precision, self._smoothing = stack, precision, label_smoothing
         self._device, self._dtype = torch.device(device), dtype_of(precision)
-        shapes = (tuple(image), *stack.output_shapes(tuple(image), self._dtype))
-        self._shapes = shapes
+        self._shapes = (tuple(image), *stack.output_shapes(tuple(image), self._dtype))
         #: Bytes of one sample's input of every layer, and of the model's output.
-        self.boundaries = tuple(math.prod(shape) * self._dtype.itemsize for shape in shapes)
-        self._kept: dict[Hashable, LayerKeeps] = {}
+        self.boundaries = tuple(math.prod(shape) * self._dtype.itemsize for shape in self._shapes)
         #: Of every layer: trained weights and the number of their tensors; other weights, buffers.
         self.weights, self.tensors, self.constants = [], [], []
-        for index in range(len(stack)):
-            module = stack.layers[index].module
-            trained = [p for p in module.parameters() if p.requires_grad]
-            fixed = [p for p in module.parameters() if not p.requires_grad]
-            self.weights.append(sum(p.numel() for p in trained) * self._dtype.itemsize)
+        for layer in stack.layers:
+            parameters = list(layer.module.parameters())
+            trained = [p for p in parameters if p.requires_grad]
+            fixed = [p for p in parameters if not p.requires_grad]
+            self.weights.append(sum(map(self._size, trained)))
             self.tensors.append(len(trained))
-            self.constants.append(
-                sum(t.numel() * self._size(t) for t in (*fixed, *module.buffers()))
-            )
+            self.constants.append(sum(map(self._size, (*fixed, *layer.module.buffers()))))
+        #: Of every layer the first that does the same.
+        self._alike: list[int] = []
+        first: dict[Hashable, int] = {}
+        for index, layer in enumerate(stack.layers):
+            last = index == len(stack) - 1
+            key = _build(layer.module), self._shapes[index], last
+            self._alike.append(first.setdefault(key, index))
+        self._kept: dict[tuple[int, int, bool], LayerKeeps] = {}
+        self.activations = cache(self._activations)
 
     def _size(self, tensor: Tensor) -> int:
-        return self._dtype.itemsize if tensor.is_floating_point() else tensor.dtype.itemsize
+        """Bytes that a weight will take."""
+        dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.numel() * dtype.itemsize
 
-    def activations(self, first: int, last: int, samples: int, *, cuts: Sequence[int] = ()) -> int:
+    def _activations(
+        self, first: int, last: int, samples: int, *, cuts: tuple[int, ...] = ()
+    ) -> int:
         """A(n): bytes that the forward of ``samples`` through layers [first, last) keeps.
 
         Storages that autograd saves, beside the weights, and what the worker holds until the
@@ -83,7 +93,9 @@ class Footprint:
         # The first boundary at which a storage occurs stands for it.
         storage, sizes = {first: first}, {first: samples * self.boundaries[first]}
         for index in range(first, last):
-            keeps = self.layer(index, samples)
+            # The images of a model's first layers need no gradient.
+            reached = first > 0 or index >= min(cuts, default=last) or any(self.tensors[:index])
+            keeps = self.layer(index, samples, reached=reached)
             total += keeps.inner
             storage[index + 1] = storage[index] if keeps.view else index + 1
             sizes.setdefault(storage[index + 1], keeps.output_bytes)
@@ -93,20 +105,15 @@ class Footprint:
             held.add(last)
         return total + sum(sizes[place] for place in {storage[boundary] for boundary in held})
 
-    def _reached(self, index: int) -> bool:
-        """Whether the gradient goes back through the layer's input, if its stage begins the model:
-        some layer before has weights."""
-        return any(self.tensors[:index])
-
-    def layer(self, index: int, samples: int) -> LayerKeeps:
-        """What the forward of ``samples`` through layer ``index`` keeps."""
-        module, last = self._stack.layers[index].module, index == len(self._stack) - 1
-        key = (_build(module), self._shapes[index], self._reached(index), last, samples)
+    def layer(self, index: int, samples: int, *, reached: bool) -> LayerKeeps:
+        """What the forward of ``samples`` through layer ``index`` keeps; ``reached``: if its input
+        needs a gradient."""
+        key = self._alike[index], samples, reached
         if key not in self._kept:
-            self._kept[key] = self._run(index, samples)
+            self._kept[key] = self._run(index, samples, reached=reached)
         return self._kept[key]
 
-    def _run(self, index: int, samples: int) -> LayerKeeps:
+    def _run(self, index: int, samples: int, *, reached: bool) -> LayerKeeps:
         stage = self._stack.stage(index, index + 1)
         stage.random.set(0, np.arange(samples))
         own = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
@@ -131,7 +138,7 @@ class Footprint:
                 (samples, *self._shapes[index]),
                 dtype=self._dtype,
                 device=self._device,
-                requires_grad=self._reached(index),
+                requires_grad=reached,
             )
             with saved_tensors_hooks(pack, lambda tensor: tensor):
                 with autocast(self._precision, self._device):

@@ -47,7 +47,7 @@ def memory_peaks(
     plan, system = task.plan, schedule_of(task.system, task.options)
     # Of batches that are units, as many are in flight as there are ranks.
     enough = 2 + 2 * plan.world_size if plan.micro_batches == 1 else 4
-    sizes = tuple(batches or (job.batch_size,) * enough)
+    sizes = tuple(batches or (task.batch_size or job.batch_size,) * enough)
     norm = job.optimizer.global_norm
     program = system.program(plan, sizes, carried=system.carries, norm=norm)
     declared = system.declared(plan, carried=system.carries)
@@ -79,7 +79,7 @@ def bytes_held(
     between = 0
     if samples:
         end = stage.parts[done][1]
-        cuts = [cut for cut in stage.cuts if cut < end]
+        cuts = tuple(cut for cut in stage.cuts if cut < end)
         activations += footprint.activations(stage.first, end, samples, cuts=cuts)
         between = samples * footprint.boundaries[end]
     adamw = job.optimizer.name == "adamw"

@@ -73,7 +73,7 @@ def test_every_config_resolves_to_a_job_that_survives_json(name: str) -> None:
         for config in load_runs(name, settings):
             layers = layers_of(config)
             tasks = tasks_of(config, layers)
-            missing_hardware(config, tasks, layers)
+            missing_hardware(config, tasks)
             job = job_of(config, tasks, DataSpec("train", "validation"))
             assert Job.from_json(job.to_json()) == job
             assert job.tasks[0].plan.layers == len(layers.names)

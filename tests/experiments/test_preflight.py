@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from types import SimpleNamespace
 
@@ -10,7 +11,8 @@ import pytest
 from experiments import preflight
 from experiments.errors import UserError
 from experiments.loading import load
-from experiments.preflight import check_launch, disk_bytes, missing_hardware, rank_bytes
+from experiments.memory import PROCESS_BYTES, memory_needed
+from experiments.preflight import check_launch, disk_bytes, missing_hardware
 from experiments.resolve import Layers, bucket_cuts, layers_of, plan_of, tasks_of
 
 LAYERS = Layers(("a", "b", "c", "d"), (10, 20, 30, 40), 10)
@@ -32,63 +34,92 @@ def test_a_precision_that_the_device_lacks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "numbers"),
+    ("settings", "states"),
     [
-        # Weights and gradients, and what the optimizer keeps.
-        (["train.optimizer={name='sgd', momentum=0.9}"], 3),
-        (["train.optimizer={name='sgd', momentum=0, lr=0.1}"], 2),
-        (["train.optimizer={name='adamw'}"], 4),
+        (["train.optimizer={name='sgd', momentum=0.9}"], 1),
+        (["train.optimizer={name='sgd', momentum=0, lr=0.1}"], 0),
+        (["train.optimizer={name='adamw'}"], 2),
     ],
 )
-def test_bytes_of_a_rank(settings: list[str], numbers: int) -> None:
+def test_bytes_needed(settings: list[str], states: int) -> None:
     config = load("smoke/digits-gpipe", [*settings, "plan.layers=[2, 4]"])
     layers = layers_of(config)
-    (task,) = tasks_of(config, layers)
-    assert rank_bytes(config, task, layers, 0) == 4 * numbers * sum(layers.parameters[:2])
-    assert rank_bytes(config, task, layers, 1) == 4 * numbers * sum(layers.parameters[2:])
+    size = config.train.batch_size
+    needed = memory_needed(config, tasks_of(config, layers), size)
+    weights = 4 * sum(layers.parameters)
+    assert needed["weights"] == weights
+    assert needed["optimizer"] == pytest.approx(states * weights, rel=0.01)
+    assert needed["processes"] == 2 * PROCESS_BYTES
+    # Half the batch, half the activations.
+    half = memory_needed(config, tasks_of(config, layers), size // 2)
+    assert half["activations"] == pytest.approx(needed["activations"] / 2, rel=0.05)
+
+
+def test_contenders_keep_their_weights_but_train_in_turn() -> None:
+    config = load("smoke/throughput")
+    layers = layers_of(config)
+    tasks, size = tasks_of(config, layers), config.train.batch_size
+    alone = [memory_needed(config, [task], size) for task in tasks]
+    needed = memory_needed(config, tasks, size)
+    for kind in ("weights", "optimizer"):
+        assert needed[kind] == sum(share[kind] for share in alone)
+    assert needed["activations"] < sum(share["activations"] for share in alone)
 
 
 def test_a_model_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load("vit_h14/throughput", ["launch.device=cpu", "train.precision=float32"])
-    layers = layers_of(config)
-    tasks = tasks_of(config, layers)
+    tasks = tasks_of(config, layers_of(config))
     monkeypatch.setattr(
         preflight.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * 10**9)
     )
-    reason = missing_hardware(config, tasks, layers)
+    reason = missing_hardware(config, tasks)
     assert reason is not None
-    assert "8 ranks need at least" in reason
-    assert "8.0 GB are free" in reason
-    assert "--set scale=smoke" in reason
+    assert re.search(r"8 ranks need \d+\.\d GB of memory here \(weights \d+\.\d, ", reason)
+    assert "8.0 GB are free: a smaller twin runs with --set scale=smoke" in reason
     small = load("vit_h14/throughput", ["scale=smoke"])
-    assert missing_hardware(small, tasks_of(small, layers_of(small)), layers_of(small)) is None
+    assert missing_hardware(small, tasks_of(small, layers_of(small))) is None
 
 
 def memory(monkeypatch: pytest.MonkeyPatch, free: int, settings: list[str]) -> str | None:
     config = load("smoke/digits-dp", settings)
-    layers = layers_of(config)
     found = SimpleNamespace(available=free)
     monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: found)
-    return missing_hardware(config, tasks_of(config, layers), layers)
+    return missing_hardware(config, tasks_of(config, layers_of(config)))
+
+
+def needed(settings: list[str]) -> int:
+    config = load("smoke/digits-dp", settings)
+    tasks = tasks_of(config, layers_of(config))
+    return memory_needed(config, tasks, config.train.batch_size).total()
+
+
+def test_memory_that_is_just_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory(monkeypatch, needed([]), []) is None
+    assert "2 ranks need" in (memory(monkeypatch, needed([]) - 1, []) or "")
+
+
+def test_the_largest_batch_that_fits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = memory(monkeypatch, needed([]) - 1, [])
+    found = re.search(r"set train\.batch_size = (\d+), the largest that fits", reason or "")
+    assert found is not None
+    size = int(found[1])
+    fits, too_large = f"train.batch_size={size}", f"train.batch_size={size + 1}"
+    assert memory(monkeypatch, needed([]) - 1, [fits]) is None
+    assert memory(monkeypatch, needed([]) - 1, [too_large]) is not None
 
 
 def test_ranks_in_one_process_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their models do; torch is loaded once."""
     alone = ["launch.transport=in-process"]
-    model = 4 * 4 * sum(layers_of(load("smoke/digits-dp")).parameters)
-    needed = 2 * model + preflight.PROCESS_BYTES
-    assert memory(monkeypatch, needed, alone) is None
-    assert memory(monkeypatch, needed, []) is not None
-    assert "2 ranks need at least" in (memory(monkeypatch, needed - 1, alone) or "")
+    assert memory(monkeypatch, needed(alone), alone) is None
+    assert memory(monkeypatch, needed(alone), []) is not None
+    assert needed([]) - needed(alone) >= PROCESS_BYTES
 
 
-def test_of_two_systems_the_larger_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_systems_the_larger_counts() -> None:
     """They follow each other: a replica of all is more than a stage."""
     switch = "switch={epoch=1, system={name='gpipe'}, plan={stages=2}}"
-    model = 4 * 4 * sum(layers_of(load("smoke/digits-dp")).parameters)
-    needed = 2 * model + 2 * preflight.PROCESS_BYTES
-    assert memory(monkeypatch, needed, [switch]) is None
-    assert memory(monkeypatch, needed - 1, [switch]) is not None
+    assert needed([switch]) == needed([])
 
 
 def test_a_checkpoint_needs_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
