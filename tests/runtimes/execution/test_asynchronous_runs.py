@@ -79,11 +79,12 @@ PHASED = {
     "dp-2bw": (dp(3), two_buffers([2, 1, 1], 1, 4)),
     "ashpipe-dp": (ashpipe(1, 2), dp(3)),
     "2bw-ashpipe": (two_buffers([1, 3], 2, 3), ashpipe(3, 1)),
+    "pipedream-2bw": (pipedream(2, 1), two_buffers([1, 2, 1], 1, 3)),
     "2bw-2bw": (two_buffers([1, 3], 2, 2), two_buffers([1, 1, 1, 1], 1, 5)),
 }
 
 
-WITH_ADAMW = ("dp-ashpipe-4-3-1", "dp-pipedream", "ashpipe-dp", "2bw-2bw")
+WITH_ADAMW = ("dp-ashpipe-4-3-1", "ashpipe-dp", "pipedream-2bw", "2bw-2bw")
 
 
 @pytest.mark.parametrize(
