@@ -58,3 +58,23 @@ def test_the_readmes_accuracy_and_agreement_are_those_of_the_records(tables: str
     text = (ROOT / "README.md").read_text()
     assert "96.94 %" in text
     assert "1.6e-07" in text
+
+
+def test_the_readmes_schedules_without_a_flush_are_those_of_the_records(tables: str) -> None:
+    """Ratio, ratio of bounds, attained; and attained with a unit as large as 1F1B's."""
+    quoted = re.findall(
+        rf"^\| (\d) \| ({RATIO}) \| ({RATIO}) \| ({RATIO}) \| ({RATIO}) \|$",
+        (ROOT / "README.md").read_text(),
+        re.M,
+    )
+    assert [int(line[0]) for line in quoted] == [2, 4, 8]
+    for micro_batches, *values, at_equal_units in quoted:
+        section = tables.split(f"### Without a flush: peers/unflushed-m{micro_batches} ")[1]
+        lines = [
+            [cell.strip() for cell in line.split("|")[1:-1]]
+            for line in section.split("###")[0].splitlines()
+            if line.startswith("|")
+        ]
+        rows = {(cells[0], cells[1]): cells for cells in lines}
+        assert rows["ashpipe", "torch-1f1b"][2:5] == values
+        assert rows["ashpipe-unit", "torch-1f1b"][4] == at_equal_units
