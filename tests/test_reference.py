@@ -53,6 +53,17 @@ def test_the_readmes_comparison_is_that_of_the_records(tables: str) -> None:
 def test_the_readmes_accuracy_and_agreement_are_those_of_the_records(tables: str) -> None:
     accuracy = tables.split("### Accuracy")[1].split("###")[0]
     assert accuracy.count("96.94 |     96.94") == 6
+    delayed = re.findall(r"^\| (ashpipe|pipedream|pipedream_2bw|dp → ashpipe@6) .*", accuracy, re.M)
+    assert len(delayed) == 4
+    for system, percent in (
+        ("ashpipe ", "87.22"),
+        ("pipedream ", "87.22"),
+        ("pipedream_2bw", "75.56"),
+        ("dp → ashpipe@6", "94.17"),
+    ):
+        (line,) = (line for line in accuracy.splitlines() if line.startswith(f"| {system}"))
+        assert f" {percent} " in line
+        assert f"{percent} %" in (ROOT / "README.md").read_text()
     agreement = tables.split("### Loss against dp")[1].split("###")[0]
     assert max(float(x) for x in re.findall(r"\d\.\de[+-]\d\d", agreement)) == 1.6e-07
     text = (ROOT / "README.md").read_text()
@@ -78,3 +89,20 @@ def test_the_readmes_schedules_without_a_flush_are_those_of_the_records(tables: 
         rows = {(cells[0], cells[1]): cells for cells in lines}
         assert rows["ashpipe", "torch-1f1b"][2:5] == values
         assert rows["ashpipe-unit", "torch-1f1b"][4] == at_equal_units
+
+
+def test_the_readmes_grid_is_that_of_the_records(tables: str) -> None:
+    section = tables.split("### Sweep")[1].split("###")[0]
+    cells = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in section.splitlines()]
+    known = [
+        (system.removesuffix(" (in-process)"), plan.partition("=")[2], *rest)
+        for system, plan, *rest in filter(None, cells)
+        if "(in-process)" in system
+    ]
+    quoted = re.findall(
+        r"^\| `(\w+)`, (\d) (?:replicas|stages) \| (0\.\d) \| ([\w.]+) \| ([\w.]+) \|$",
+        (ROOT / "README.md").read_text(),
+        re.M,
+    )
+    assert len(known) == 8
+    assert sorted(known) == sorted(quoted)
