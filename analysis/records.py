@@ -197,7 +197,10 @@ def load_records(results_dir: Path) -> Records:
     accounts = [run.result.breakdown.items() for run in runs]
     return Records(
         table.astype({"epochs": "Int64", "final_loss": float, "accuracy": float}),
-        rounds.assign(images_per_s=rounds["samples"] / rounds["wall_s"]),
+        rounds.assign(
+            images_per_s=rounds["samples"] / rounds["wall_s"],
+            bound_images_per_s=rounds["samples"] / rounds["compute_bound_s"],
+        ),
         _frame(
             ("rank", "wall", *PARTS),
             ([{"rank": rank, **told} for rank, told in ranks] for ranks in accounts),

@@ -9,7 +9,6 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.evidence import Evidence
 from analysis.layout import Table, View, percent, with_interval
 from analysis.records import Records
 from analysis.rounds import ends, per_round, ratio_of, triple
@@ -71,7 +70,7 @@ def _rows(records: Records, runs: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _measures(records: Records, runs: pd.DataFrame, one: Any, two: Any) -> dict[str, Any]:
     speeds = [per_round(records, runs, run, "images_per_s") for run in (one, two)]
-    bounds = [_allowed(records, runs, run) for run in (one, two)]
+    bounds = [per_round(records, runs, run, "bound_images_per_s") for run in (one, two)]
     shares = [
         PerRound((speed.values / bound.values).dropna(), speed.evidence, speed.launch)
         for speed, bound in zip(speeds, bounds, strict=True)
@@ -81,14 +80,6 @@ def _measures(records: Records, runs: pd.DataFrame, one: Any, two: Any) -> dict[
     for name, (numerator, denominator) in pairs:
         found |= ends(name, ratio_of(numerator, denominator))
     return found
-
-
-def _allowed(records: Records, runs: pd.DataFrame, run: Any) -> PerRound:
-    """Images/s at the schedule's bound."""
-    rounds = records.rounds[records.rounds["run"] == run].set_index("round")
-    allowed = (rounds["samples"] / rounds["compute_bound_s"]).dropna()
-    evidence = Evidence.parse(str(runs.at[run, "evidence"]))
-    return PerRound(allowed, evidence, str(runs.at[run, "launch"]))
 
 
 def _cells(frame: pd.DataFrame) -> pd.DataFrame:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.config import Config
-from experiments.data import DATA_SETS
 from experiments.errors import UserError, did_you_mean, one_line
+from experiments.resolve import samples_of
 from experiments.store import Store
 from runtimes.job import Job, ModelSpec
 from runtimes.manifest import read_manifest
@@ -77,7 +77,7 @@ def _check_fit(config: Config, start: str, path: Path) -> None:
 
 
 def _check_step(config: Config, start: str, step: int) -> None:
-    samples = config.data.sizes.train or DATA_SETS[config.data.set].train_samples
+    samples, _ = samples_of(config)
     per_epoch = -(-samples // config.train.batch_size)
     epoch, rest = divmod(step, per_epoch)
     if rest:

@@ -11,7 +11,7 @@ import psutil
 from experiments.config import Config
 from experiments.errors import UserError, one_line
 from experiments.memory import largest_batch, memory_needed
-from experiments.resolve import Layers, parameter_bytes
+from experiments.resolve import Layers, optimizer_of, parameter_bytes
 from experiments.store import RunDirectory
 from runtimes.job import Task
 from runtimes.manifest import Manifest, read_manifest
@@ -24,12 +24,6 @@ __all__ = [
 ]
 
 _RECORD_BYTES = 4_000_000
-
-
-def _states(config: Config) -> int:
-    """Numbers of optimizer state a parameter."""
-    optimizer = config.train.optimizer
-    return 2 if optimizer.name == "adamw" else int(optimizer.momentum > 0)
 
 
 def missing_hardware(config: Config, tasks: Sequence[Task]) -> str | None:
@@ -125,7 +119,7 @@ def disk_bytes(config: Config, layers: Layers) -> int:
     """What a run may write: two checkpoints (the last, and the next until it is whole), records."""
     if config.bench is not None:
         return _RECORD_BYTES
-    state = sum(layers.parameters) * parameter_bytes(config) * (1 + _states(config))
+    state = sum(layers.parameters) * parameter_bytes(config) * (1 + optimizer_of(config).states)
     return 2 * state + _RECORD_BYTES
 
 

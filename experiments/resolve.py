@@ -39,8 +39,10 @@ __all__ = [
     "image_of",
     "job_of",
     "layers_of",
+    "optimizer_of",
     "parameter_bytes",
     "plan_of",
+    "samples_of",
     "stack_of",
     "tasks_of",
 ]
@@ -111,6 +113,10 @@ def _layers(name: str, args: str, shape: tuple[int, int, int]) -> Layers:
     return Layers(tuple(stack.names), stack.parameter_counts, outputs[-1])
 
 
+def optimizer_of(config: Config) -> OptimizerSpec:
+    return OptimizerSpec(**config.train.optimizer.model_dump())
+
+
 def parameter_bytes(config: Config) -> int:
     """Bytes of one parameter: weights are kept in float32 also where bf16 computes."""
     return 8 if config.train.precision == "float64" else 4
@@ -133,7 +139,7 @@ def bucket_cuts(
     return tuple(reversed(cuts))
 
 
-def _samples(config: Config) -> tuple[int, int]:
+def samples_of(config: Config) -> tuple[int, int]:
     """How many images are trained on, and how many validated."""
     known, sizes = DATA_SETS[config.data.set], config.data.sizes
     if sizes.held_out is None:
@@ -201,13 +207,13 @@ def _task(config: Config, contender: Contender, section: PlanSection, layers: La
 def _prove(config: Config, system: System, plan: Plan, size: int) -> None:
     """Hold what will run to the validator's rules: some full batches stand for any number of them,
     beside the last one, and the evaluation."""
-    trained, validated = _samples(config)
+    trained, validated = samples_of(config)
     full, rest = divmod(trained, size)
     # Enough for every stage to be in its steady state, and to drain.
     sizes = (size,) * min(full, 2 + 2 * plan.world_size) + ((rest,) if rest else ())
     # Where the pipeline stays full, the next epoch's first batch follows on the smaller last one.
     sizes *= 1 if system.drain == "epoch" else 2
-    norm = config.train.optimizer.clip is not None and config.train.optimizer.clip_by == "global"
+    norm = optimizer_of(config).global_norm
     for carried in range(system.carries + 1):
         program = system.program(plan, sizes, carried=carried, norm=norm)
         validate(program, system.declared(plan, carried=carried))
@@ -218,7 +224,7 @@ def _check_whole_batches(config: Config) -> None:
     """A benchmark's batches are all of one size, so its training images must be a multiple."""
     if config.bench is None:
         return
-    samples, _ = _samples(config)
+    samples, _ = samples_of(config)
     own = {entry.label: entry.batch_size for entry in config.bench.contenders if entry.batch_size}
     whose = {f"{label}'s batch_size": size for label, size in own.items()}
     for name, size in ({"train.batch_size": config.train.batch_size} | whose).items():
@@ -274,8 +280,7 @@ def job_of(
 ) -> Job:
     """The job of the config: ``tasks`` as of :func:`tasks_of`, ``data`` the directories that were
     prepared for it, ``start_from`` that of the run whose checkpoint is the start."""
-    train, rate, optimizer = config.train, config.train.learning_rate, config.train.optimizer
-    bench = config.bench
+    train, rate, bench = config.train, config.train.learning_rate, config.bench
     return Job(
         tasks=tasks if config.switch is None else tasks[:1],
         model=ModelSpec(config.model.name, config.model.args),
@@ -286,7 +291,7 @@ def job_of(
         epochs=train.epochs,
         seed=train.seed,
         label_smoothing=train.label_smoothing,
-        optimizer=OptimizerSpec(**optimizer.model_dump()),
+        optimizer=optimizer_of(config),
         learning_rate=LearningRate(**rate.model_dump()),
         precision=train.precision,
         device=config.launch.device,

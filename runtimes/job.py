@@ -81,6 +81,11 @@ class OptimizerSpec:
     def global_norm(self) -> bool:
         return self.clip is not None and self.clip_by == "global"
 
+    @property
+    def states(self) -> int:
+        """Numbers of state that a parameter has."""
+        return 2 if self.name == "adamw" else int(self.momentum > 0)
+
 
 @dataclass(frozen=True)
 class LearningRate:

@@ -82,15 +82,13 @@ def bytes_held(
         cuts = tuple(cut for cut in stage.cuts if cut < end)
         activations += footprint.activations(stage.first, end, samples, cuts=cuts)
         between = samples * footprint.boundaries[end]
-    adamw = job.optimizer.name == "adamw"
+    counters = _STEPS_BYTES * tensors if job.optimizer.name == "adamw" else 0
     return {
         "weights": versions * weights + sum(footprint.constants[layers]),
         "gradients": holding.gradients * weights
         + sum(parts[part] for part in holding.parts)
         + sum(parts[part] for part in holding.buckets if not alone[part]),
-        "optimizer": 2 * weights + _STEPS_BYTES * tensors
-        if adamw
-        else weights * (job.optimizer.momentum > 0),
+        "optimizer": job.optimizer.states * weights + counters,
         "activations": activations + arrives * holding.inputs,
         "messages": arrives * (holding.activations + holding.gradients_out)
         + leaves * (holding.gradients_in + holding.outputs)

@@ -352,6 +352,7 @@ def test_a_run_starts_from_another(store: Store, config: Config, launches: Launc
         (23, [START.format("digits-dappl")], "no such run in .*; did you mean 'digits-dapple"),
         (23, [START.format("/no/where")], "there is no such run in /no"),
         (24, [], "whose 24 updates are no whole number of epochs of 23: use its train.batch_size"),
+        (23, ["data.sizes={held_out=100}"], "updates are no whole number of epochs of 21"),
         (92, [], "which has done 4 epochs, but train.epochs is 4: set it to 5 or more"),
         (23, ["model.args.depth=3"], r"another model \(depth differ\)"),
         (23, ["train.optimizer={name='sgd'}"], "whose optimizer is adamw, but .* is 'sgd'"),

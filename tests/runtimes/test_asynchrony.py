@@ -15,6 +15,7 @@ from runtimes.execution.engine import Segment
 from runtimes.plan import Plan
 from runtimes.schedule import Op
 from tests.runtimes.transparency import (
+    ODD_EPOCHS,
     Case,
     differences,
     engine_of,
@@ -24,14 +25,12 @@ from tests.runtimes.transparency import (
     train_in_process,
 )
 
-#: By batch size: an epoch of an odd number of batches.
-EPOCHS = {85: (85, 85, 20), 18: (18, 18, 18, 18, 5), 7: (7, 7, 7, 7, 3), 1: (1,) * 5}
 REPLICAS = [(1, 1), (2, 1), (1, 2), (3, 1), (2, 3), (4, 3, 1)]
 Options = tuple[tuple[str, Any], ...]
 
 
 def thrice(case: Case, batch: int) -> Case:
-    epoch = EPOCHS[batch]
+    epoch = ODD_EPOCHS[batch]
     return replace(case, epoch=epoch, segments=(epoch,) * 3)
 
 
@@ -60,7 +59,7 @@ def test_straight_pipelines_of_any_depth(
         check(thrice(case, 18))
 
 
-@pytest.mark.parametrize("batch", sorted(EPOCHS))
+@pytest.mark.parametrize("batch", sorted(ODD_EPOCHS))
 @pytest.mark.parametrize("replicas", REPLICAS)
 def test_ashpipe_on_any_replicas(replicas: tuple[int, ...], batch: int) -> None:
     """A batch smaller than the replicas leaves some of them without a sample."""
@@ -161,7 +160,7 @@ def test_one_replica_a_stage_makes_ashpipe_and_pipedream_the_same() -> None:
 def test_replicas_hold_bitwise_equal_weights_after_every_step(case: Case) -> None:
     engine = engine_of(thrice(case, 7))
     for first in range(5):
-        engine.train(Segment(first, (EPOCHS[7][first],)))
+        engine.train(Segment(first, (ODD_EPOCHS[7][first],)))
         stages: dict[int, list[dict[str, torch.Tensor]]] = {}
         for worker in engine.workers:
             weights = {name: p.detach() for name, p in worker.versions.current.items()}
@@ -186,7 +185,7 @@ def test_replicas_hold_bitwise_equal_weights_after_every_step(case: Case) -> Non
     ids=str,
 )
 def test_live_versions_reach_the_formula_and_never_exceed_it(case: Case) -> None:
-    engine, epoch = engine_of(thrice(case, 18)), EPOCHS[18]
+    engine, epoch = engine_of(thrice(case, 18)), ODD_EPOCHS[18]
     plan = engine.plan
     engine.train(Segment(0, epoch * 3))
     engine.train(Segment(15, epoch * 2))
@@ -198,16 +197,16 @@ def test_live_versions_reach_the_formula_and_never_exceed_it(case: Case) -> None
 def test_a_stage_without_weights_knows_that_a_version_is_carried_over() -> None:
     """The first layers of this model have no weights, so no stash either."""
     case = replace(
-        thrice(Case("pipedream_2bw", 3, 3, model="widths"), 18), segments=(EPOCHS[18],) * 2
+        thrice(Case("pipedream_2bw", 3, 3, model="widths"), 18), segments=(ODD_EPOCHS[18],) * 2
     )
     plan = Plan.contiguous((2, 3, 4), micro_batches=3)
     one, other = (engine_of(case, plan) for _ in range(2))
     assert not any(one.workers[0].versions.current)
-    one.train(Segment(0, EPOCHS[18]))
+    one.train(Segment(0, ODD_EPOCHS[18]))
     other.load(one.state(), 5)
     assert [worker.carried for worker in other.workers] == [1, 1, 1]
     for engine in (one, other):
-        engine.train(Segment(5, EPOCHS[18]))
+        engine.train(Segment(5, ODD_EPOCHS[18]))
     weights = one.state()["weights"]
     assert all(torch.equal(w, weights[name]) for name, w in other.state()["weights"].items())
 

@@ -11,11 +11,10 @@ import torch
 
 from tests.pairwise import pairwise
 from tests.processes import run_ranks
-from tests.runtimes.transparency import Case, faults, train_in_process
+from tests.runtimes.transparency import ODD_EPOCHS, Case, faults, train_in_process
 from tests.runtimes.transparency_ranks import Share, merged, train_cases
 
 MOST_CASES = 60
-EPOCHS = {85: (85, 85, 20), 18: (18, 18, 18, 18, 5), 7: (7, 7, 7, 7, 3), 1: (1,) * 5}
 FACTORS: dict[str, list[Any]] = {
     "system": [
         ("ashpipe", (("order", "ours"),)),
@@ -39,7 +38,7 @@ FACTORS: dict[str, list[Any]] = {
 
 def _case(settings: dict[str, Any]) -> Case:
     name, options = settings.pop("system")
-    epoch, stages = EPOCHS[settings.pop("batch")], len(settings["replicas"])
+    epoch, stages = ODD_EPOCHS[settings.pop("batch")], len(settings["replicas"])
     micro_batches, clip_by = (5, "global") if name == "pipedream_2bw" else (1, "stage")
     return Case(
         name,
@@ -82,7 +81,13 @@ def test_ranks_in_processes_of_their_own(world_size: int) -> None:
 def test_eight_processes_and_eight_virtual_workers_agree() -> None:
     """With replicas that divide neither each other nor the batch."""
     ashpipe = Case(
-        "ashpipe", 3, 1, (4, 3, 1), cuts=(1, 3), epoch=EPOCHS[18], segments=(EPOCHS[18],) * 2
+        "ashpipe",
+        3,
+        1,
+        (4, 3, 1),
+        cuts=(1, 3),
+        epoch=ODD_EPOCHS[18],
+        segments=(ODD_EPOCHS[18],) * 2,
     )
     pipedream = replace(ashpipe, system="pipedream", cuts=(), recompute=True)
     cases = [ashpipe, replace(ashpipe, options=(("order", "published"),)), pipedream]

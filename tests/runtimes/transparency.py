@@ -26,6 +26,7 @@ from tests.oracles.synchronous import Batch, History, Recipe, train, vision_tran
 __all__ = [
     "EPOCH",
     "MODELS",
+    "ODD_EPOCHS",
     "SAMPLES",
     "SGD",
     "ArrayFeed",
@@ -36,6 +37,7 @@ __all__ = [
     "faults",
     "initial_weights",
     "job_of",
+    "recipe_of",
     "reference",
     "stack_of",
     "train_in_process",
@@ -100,6 +102,8 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
 #: Three batches an epoch, the last of them smaller than most numbers of units and of replicas.
 EPOCH = (18, 18, 1)
 SAMPLES = sum(EPOCH)
+#: By batch size: an epoch of an odd number of batches, the last of them partial.
+ODD_EPOCHS = {85: (85, 85, 20), 18: (18, 18, 18, 18, 5), 7: (7, 7, 7, 7, 3), 1: (1,) * 5}
 SEED = 2**32 + 11
 EPOCHS = 3
 #: Relative to the size of each tensor, by precision.
@@ -288,21 +292,26 @@ def reference(case: Case) -> History:
     return _reference(bare)
 
 
-@cache
-def _reference(case: Case) -> History:
-    spec = OPTIMIZERS[case.optimizer]
-    recipe = Recipe(
+def recipe_of(job: Job) -> Recipe:
+    """What the references need to know of a job's recipe, but for its learning rates."""
+    spec = job.optimizer
+    return Recipe(
         spec.name,
         momentum=spec.momentum,
         nesterov=spec.nesterov,
         weight_decay=spec.weight_decay,
         betas=spec.betas,
         eps=spec.eps,
-        label_smoothing=case.smoothing,
-        seed=SEED,
-        clip=case.clip,
-        clip_by=case.clip_by,  # type: ignore[arg-type]
+        label_smoothing=job.label_smoothing,
+        seed=job.seed,
+        clip=spec.clip,
+        clip_by=spec.clip_by,
     )
+
+
+@cache
+def _reference(case: Case) -> History:
+    spec, recipe = OPTIMIZERS[case.optimizer], recipe_of(job_of(case))
     feed, steps = ArrayFeed(epoch_sizes=case.epoch), range(len(case.sizes))
     rates = [spec.lr if step < len(case.epoch) else spec.lr * 0.5 for step in steps]
     dtype = getattr(torch, case.precision)

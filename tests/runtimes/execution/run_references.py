@@ -14,9 +14,9 @@ from torch import Tensor
 from runtimes.job import Job, Task
 from runtimes.model.stack import build_stack
 from tests.oracles import asynchronous, synchronous
-from tests.oracles.synchronous import Batch, History, Recipe, State
+from tests.oracles.synchronous import Batch, History, State
 from tests.runtimes.execution.runs import MODEL, feeds, losses, state_of
-from tests.runtimes.transparency import differences
+from tests.runtimes.transparency import differences, recipe_of
 
 __all__ = ["Phase", "phases_of", "unlike_its_references", "unlike_plain_training"]
 
@@ -99,15 +99,7 @@ def _history(
     segments: list[list[Batch]],
     rates: list[float],
 ) -> History:
-    spec, plan = job.optimizer, task.plan
-    recipe = Recipe(
-        spec.name,
-        momentum=spec.momentum,
-        weight_decay=spec.weight_decay,
-        betas=spec.betas,
-        eps=spec.eps,
-        seed=job.seed,
-    )
+    plan, recipe = task.plan, recipe_of(job)
 
     def build() -> Any:
         return synchronous.vision_transformer(**MODEL.args)
