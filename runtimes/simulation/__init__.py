@@ -1,0 +1,1 @@
+"""Clusters, and programs executed on them without hardware."""
