@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["CONFIGS", "REPOSITORY", "results_root"]
+__all__ = ["CLUSTERS", "CONFIGS", "REPOSITORY", "results_root"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = Path(__file__).resolve().parent / "configs"
+CLUSTERS = Path(__file__).resolve().parent / "clusters"
 
 
 def results_root() -> Path:
