@@ -137,7 +137,9 @@ class Profile:
                 values["links"] = Links(**links)
             return cls(**values)
         except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"a profile of schema {SCHEMA} that lacks something: {error}") from error
+            raise ValueError(
+                f"a profile of schema {SCHEMA} that lacks something: {error}"
+            ) from error
 
     @classmethod
     def load(cls, path: Path) -> Profile:
