@@ -30,8 +30,8 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """``forward_seconds`` and ``backward_seconds`` by samples of the unit.  The last layer's include
-    the loss, the first layer's backward makes no gradient of its input."""
+    """``forward_seconds`` and ``backward_seconds`` by samples of the unit.  The last layer's
+    include the loss, the first layer's backward makes no gradient of its input."""
 
     name: str
     forward_seconds: Mapping[int, Spread]
@@ -137,9 +137,7 @@ class Profile:
                 values["links"] = Links(**links)
             return cls(**values)
         except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(
-                f"a profile of schema {SCHEMA} that lacks something: {error}"
-            ) from error
+            raise ValueError(f"a profile of {SCHEMA} that lacks something: {error}") from error
 
     @classmethod
     def load(cls, path: Path) -> Profile:

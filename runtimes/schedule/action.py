@@ -30,6 +30,9 @@ class Op(StrEnum):
     NORM = "NORM"
     STEP = "STEP"
 
+    # Of the value, as equality is, and without a call in Python: actions are looked up a lot.
+    __hash__ = str.__hash__
+
 
 COMPUTE = frozenset({Op.F, Op.B, Op.R})
 SENDS = frozenset({Op.SEND_ACT, Op.SEND_GRAD})

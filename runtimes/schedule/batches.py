@@ -13,6 +13,13 @@ __all__ = ["Batches"]
 _split = lru_cache(maxsize=4096)(split)
 
 
+@lru_cache(maxsize=4096)
+def _units(size: int, pipelines: int, pipeline: int, micro_batches: int) -> Sequence[int]:
+    """Samples of each unit of a batch."""
+    low, high = split(size, pipelines)[pipeline]
+    return [last - first for first, last in split(high - low, micro_batches)]
+
+
 @dataclass(frozen=True)
 class Batches:
     """Batches of ``sizes`` samples, each cut into ``pipelines`` × ``micro_batches`` units; those
@@ -63,10 +70,10 @@ class Batches:
 
     def size(self, pipeline: int, unit: int) -> int:
         """Samples in the unit; 0 for a unit that does not exist."""
-        if not 0 <= unit < len(self.sizes) * self.micro_batches:
+        batch, index = divmod(unit, self.micro_batches)
+        if not 0 <= batch < len(self.sizes):
             return 0
-        low, high = self.samples(pipeline, unit)
-        return high - low
+        return _units(self.sizes[batch], self.pipelines, pipeline, self.micro_batches)[index]
 
     def units(self, pipeline: int, update: int, replicas: int) -> Sequence[int]:
         """The units of an update of a stage of so many replicas, in order."""

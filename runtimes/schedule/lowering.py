@@ -6,10 +6,11 @@ of millions of actions costs only what walks it, and its first actions are gener
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from itertools import islice
 
-from runtimes.plan import Plan
+from runtimes.plan import Plan, share, split
 from runtimes.schedule.action import Action, Op
 from runtimes.schedule.batches import Batches
 from runtimes.schedule.orders import Compute, Order
@@ -40,8 +41,9 @@ def lower(
     - With ``rendezvous`` a gradient leaves only after the step that follows its backward.
     """
 
+    lowered = _Lowering(order, plan, batches, training, blocking_reduce, rendezvous)
+
     def stream(pipeline: int, stage: int, replica: int) -> Stream:
-        lowered = _Lowering(order, plan, batches, training, blocking_reduce, rendezvous)
         rank = plan.rank(stage, replica)
         generated = _Generated(lambda: lowered.actions(pipeline, stage, replica))
         return Stream(rank, pipeline, generated.walk)
@@ -108,7 +110,13 @@ class _Inbox:
             self._early.add(unit)
 
 
+#: What two replicas exchange of a unit: by peer, the samples, counted within the unit.
+_Shared = Mapping[int, tuple[int, int]]
+
+
 class _Lowering:
+    """What all streams have in common."""
+
     def __init__(
         self,
         order: Order,
@@ -120,103 +128,61 @@ class _Lowering:
     ):
         self.order, self.plan, self.batches = order, plan, batches
         self.training, self.blocking, self.rendezvous = training, blocking_reduce, rendezvous
-
-    def share(self, pipeline: int, stage: int, replica: int, unit: int) -> tuple[int, int]:
-        replicas = self.plan.stages[stage].replicas
-        return self.batches.share(pipeline, unit, replicas, replica)
+        self._overlaps = lru_cache(maxsize=1 << 16)(_overlaps)
 
     def computed(self, pipeline: int, stage: int, replica: int) -> Iterator[Compute]:
         """The replica's order without the units of which it holds nothing."""
+        replicas, share = self.plan.stages[stage].replicas, self.batches.share
         for step in self.order(pipeline, stage, replica):
-            if step.op in (Op.F, Op.B):
-                low, high = self.share(pipeline, stage, replica, step.unit)
+            if step.op is Op.F or step.op is Op.B:
+                low, high = share(pipeline, step.unit, replicas, replica)
                 if low == high:
                     continue
             yield step
 
-    def overlap(
-        self, pipeline: int, here: tuple[int, int], there: tuple[int, int], unit: int
-    ) -> tuple[int, int] | None:
-        low, high = self.share(pipeline, *here, unit)
-        first, last = self.share(pipeline, *there, unit)
-        both = max(low, first), min(high, last)
-        return both if both[0] < both[1] else None
-
-    def inboxes(self, pipeline: int, here: tuple[int, int], stage: int, op: Op) -> list[_Inbox]:
-        """One for each replica of a neighbouring stage, whose ``op`` produces the messages."""
-
-        def units(replica: int) -> Iterator[int]:
-            for step in self.computed(pipeline, stage, replica):
-                if step.op == op and self.overlap(pipeline, here, (stage, replica), step.unit):
-                    yield step.unit
-
-        if not 0 <= stage < len(self.plan.stages):
-            return []
-        return [_Inbox(units(replica)) for replica in range(self.plan.stages[stage].replicas)]
-
-    def messages(
-        self, op: Op, place: tuple[int, int, int], stage: int, step: Compute
-    ) -> Iterator[Action]:
-        """Sends of a unit to every replica of a neighbouring stage that shares samples with it."""
-        pipeline, *here = place
-        if not 0 <= stage < len(self.plan.stages):
-            return
-        for peer in range(self.plan.stages[stage].replicas):
-            both = self.overlap(pipeline, (here[0], here[1]), (stage, peer), step.unit)
-            if both:
-                yield Action(*place, op, step.unit, None, step.version, peer, both)
-
-    def receives(
-        self,
-        op: Op,
-        place: tuple[int, int, int],
-        stage: int,
-        inboxes: Iterable[_Inbox],
-        step: Compute,
-    ) -> Iterator[Action]:
-        pipeline, *here = place
-        for peer, inbox in enumerate(inboxes):
-            if not self.overlap(pipeline, (here[0], here[1]), (stage, peer), step.unit):
-                continue
-            for unit in inbox.until(step.unit):
-                both = self.overlap(pipeline, (here[0], here[1]), (stage, peer), unit)
-                # A message taken in early carries no version: its user's is not known here.
-                version = step.version if unit == step.unit else None
-                yield Action(*place, op, unit, None, version, peer, both)
+    def shared(self, place: tuple[int, int, int], stage: int, unit: int) -> _Shared:
+        """With which replicas of a neighbouring stage a replica shares samples of a unit."""
+        pipeline, here, replica = place
+        mine, theirs = self.plan.stages[here].replicas, self.plan.stages[stage].replicas
+        size = self.batches.size(pipeline, unit)
+        if self.batches.rounds:
+            whole = unit % mine == replica and size > 0
+            return {unit % theirs: (0, size)} if whole else {}
+        return self._overlaps(size, mine, replica, theirs)
 
     def actions(self, pipeline: int, stage: int, replica: int) -> Iterator[Action]:
         place = (pipeline, stage, replica)
-        here = (stage, replica)
-        activations = self.inboxes(pipeline, here, stage - 1, Op.F)
-        gradients = self.inboxes(pipeline, here, stage + 1, Op.B)
+        before = _Neighbour(self, place, stage - 1, Op.SEND_GRAD, Op.RECV_ACT, Op.F)
+        behind = _Neighbour(self, place, stage + 1, Op.SEND_ACT, Op.RECV_GRAD, Op.B)
         recompute = self.plan.stages[stage].recompute and self.training
         steps = self.computed(pipeline, stage, replica)
         step = next(steps, None)
         held: list[Action] = []
         while step is not None:
             following = next(steps, None)
-            if step.op == Op.F:
-                yield from self.receives(Op.RECV_ACT, place, stage - 1, activations, step)
-                yield Action(*place, Op.F, step.unit, None, step.version)
-                yield from self.messages(Op.SEND_ACT, place, stage + 1, step)
-            elif step.op == Op.B:
+            op, unit, version = step
+            if op is Op.F:
+                yield from before.receives(step)
+                yield _new(Action, (*place, op, unit, None, version, None, None))
+                yield from behind.sends(step)
+            elif op is Op.B:
                 if recompute:
-                    yield Action(*place, Op.R, step.unit, None, step.version)
-                yield from self.receives(Op.RECV_GRAD, place, stage + 1, gradients, step)
-                if following is not None and following.op == Op.REDUCE:
-                    sends = list(self.messages(Op.SEND_GRAD, place, stage - 1, step))
+                    yield _new(Action, (*place, Op.R, unit, None, version, None, None))
+                yield from behind.receives(step)
+                if following is not None and following.op is Op.REDUCE:
+                    sends = before.sends(step)
                     if self.rendezvous:
                         held, sends = sends, []
                     yield from self.last_backward(place, step, following, sends)
                     following = next(steps, None)
                 else:
-                    yield Action(*place, Op.B, step.unit, None, step.version)
-                    yield from self.messages(Op.SEND_GRAD, place, stage - 1, step)
-            elif step.op == Op.REDUCE:
+                    yield _new(Action, (*place, op, unit, None, version, None, None))
+                    yield from before.sends(step)
+            elif op is Op.REDUCE:
                 yield from self.reductions(place, step)
             else:
-                yield Action(*place, step.op, step.unit, None, step.version)
-                if step.op == Op.STEP:
+                yield _new(Action, (*place, op, unit, None, version, None, None))
+                if op is Op.STEP:
                     yield from held
                     held = []
             step = following
@@ -249,3 +215,75 @@ class _Lowering:
         parts = [None] if self.blocking else list(range(len(stage.parts)))
         for part in parts:
             yield Action(*place, Op.REDUCE, reduce.unit, part, reduce.version)
+
+
+#: NamedTuple's own constructor, which sorts its arguments out first, takes twice as long.
+_new = tuple.__new__
+
+
+class _Neighbour:
+    """The replicas of the stage before or behind, as one replica exchanges messages with them.
+
+    ``made`` is what they compute before they send.
+    """
+
+    def __init__(
+        self,
+        lowering: _Lowering,
+        place: tuple[int, int, int],
+        stage: int,
+        send: Op,
+        receive: Op,
+        made: Op,
+    ):
+        self._lowering, self._place, self._stage = lowering, place, stage
+        self._send, self._receive, self._made = send, receive, made
+        self._is_there = 0 <= stage < len(lowering.plan.stages)
+        self._inboxes: dict[int, _Inbox] = {}
+
+    def sends(self, step: Compute) -> list[Action]:
+        """Of a unit to every replica that shares samples with it."""
+        if not self._is_there:
+            return []
+        place, op, (_, unit, version) = self._place, self._send, step
+        return [
+            _new(Action, (*place, op, unit, None, version, peer, both))
+            for peer, both in self._lowering.shared(place, self._stage, unit).items()
+        ]
+
+    def receives(self, step: Compute) -> list[Action]:
+        """From every such replica, with what it sends before."""
+        received: list[Action] = []
+        if not self._is_there:
+            return received
+        place, op, (_, wanted, version) = self._place, self._receive, step
+        for peer, both in self._lowering.shared(place, self._stage, wanted).items():
+            inbox = self._inboxes.get(peer)
+            if inbox is None:
+                inbox = self._inboxes[peer] = _Inbox(self._units(peer))
+            for unit in inbox.until(wanted):
+                if unit == wanted:
+                    received.append(_new(Action, (*place, op, unit, None, version, peer, both)))
+                else:
+                    # A message taken in early carries no version: its user's is not known here.
+                    early = self._lowering.shared(place, self._stage, unit)[peer]
+                    received.append(_new(Action, (*place, op, unit, None, None, peer, early)))
+        return received
+
+    def _units(self, peer: int) -> Iterator[int]:
+        """Those of which a replica sends something here, in its order."""
+        lowering, place, stage, made = self._lowering, self._place, self._stage, self._made
+        for step in lowering.order(place[0], stage, peer):
+            if step.op is made and peer in lowering.shared(place, stage, step.unit):
+                yield step.unit
+
+
+def _overlaps(size: int, mine: int, replica: int, theirs: int) -> _Shared:
+    """Of a unit of that size, between replica ``replica`` of ``mine`` and each of ``theirs``."""
+    low, high = share(size, mine, replica)
+    found = {}
+    for peer, (first, last) in enumerate(split(size, theirs)):
+        both = max(low, first), min(high, last)
+        if both[0] < both[1]:
+            found[peer] = both
+    return found

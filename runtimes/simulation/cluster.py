@@ -8,16 +8,29 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, get_args
 
-__all__ = ["Cluster", "Link", "Node", "Port"]
+from runtimes.schedule.action import Op
 
-#: What messages queue for: (kind, index); kind "out" or "in" of a device, "nic-out" or "nic-in" of a
-#: node, and "both" or "nic-both" where a link is half-duplex.
+__all__ = ["Cluster", "Link", "Node", "Port", "Traffic"]
+
+#: What messages queue for: (kind, index); kind "out" or "in" of a device to its node, "far-out" or
+#: "far-in" to other nodes, "nic-out" or "nic-in" of a node; "both", "far-both" or "nic-both" where
+#: a link is half-duplex.
 Port = tuple[str, int]
+
+AllReduce = Literal["ring", "hierarchical"]
+
+
+class Traffic(NamedTuple):
+    """Bytes of an all-reduce that pass each port, and that each rank sends and receives."""
+
+    ports: Mapping[Port, float]
+    ranks: Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -35,14 +48,16 @@ class Link:
                 f"a link of {self.bandwidth_bytes_per_s} bytes/s carries nothing: its bandwidth "
                 "must be above 0"
             )
-        if not 0 <= self.latency_seconds < math.inf:
-            raise ValueError(
-                f"a link's latency is {self.latency_seconds} s, but must be 0 s or more"
-            )
+        _check_seconds("a link's latency", self.latency_seconds)
 
     def seconds(self, size: float) -> float:
         """λ + B / β."""
         return self.latency_seconds + size / self.bandwidth_bytes_per_s
+
+    @property
+    def both_ways_bytes_per_s(self) -> float:
+        """β of either direction while both are used."""
+        return self.bandwidth_bytes_per_s / (1 if self.full_duplex else 2)
 
 
 @dataclass(frozen=True)
@@ -76,7 +91,7 @@ class Cluster:
     inside: Link
     between: Link | None = None
     shared_nic: bool = True
-    all_reduce: Literal["ring", "hierarchical"] = "ring"
+    all_reduce: AllReduce = "ring"
     curves: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     stolen_seconds_per_byte: float = 0.0
     action_seconds: Mapping[str, float] = field(default_factory=dict)
@@ -88,8 +103,28 @@ class Cluster:
             raise ValueError("a cluster needs at least one node")
         if len(self.nodes) > 1 and self.between is None:
             raise ValueError(f"{self.name} has {len(self.nodes)} nodes, but no link between them")
+        if self.all_reduce not in get_args(AllReduce):
+            raise ValueError(
+                f"all_reduce is {self.all_reduce!r}, but is one of {', '.join(get_args(AllReduce))}"
+            )
+        _check_seconds("stolen_seconds_per_byte", self.stolen_seconds_per_byte)
+        for op, seconds in self.action_seconds.items():
+            if op not in Op.__members__:
+                known = ", ".join(Op.__members__)
+                raise ValueError(f"action_seconds of {op!r}, which is no action (known: {known})")
+            _check_seconds(f"action_seconds of {op}", seconds)
+        for ranks, curve in self.curves.items():
+            if not curve or min(curve) < 1:
+                raise ValueError(f"the curve of {ranks} ranks needs times of 1 byte or more")
+            for size, seconds in curve.items():
+                _check_seconds(f"an all-reduce of {size} bytes over {ranks} ranks", seconds)
         placed = [number for number, node in enumerate(self.nodes) for _ in range(node.devices)]
         object.__setattr__(self, "_node_of", tuple(placed))
+
+    @classmethod
+    def ideal(cls, devices: int) -> Cluster:
+        """Links that cost nothing."""
+        return cls("free links", (Node(devices),), Link(math.inf))
 
     def to_json(self) -> dict[str, Any]:
         document = asdict(self)
@@ -98,17 +133,21 @@ class Cluster:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Cluster:
+        """ValueError for a document that is no cluster."""
         values = dict(document)
-        values["nodes"] = tuple(Node(**node) for node in values["nodes"])
-        for key in ("inside", "between"):
-            if values.get(key) is not None:
-                values[key] = Link(**values[key])
-        # JSON has only texts for keys.
-        values["curves"] = {
-            int(n): {int(size): seconds for size, seconds in curve.items()}
-            for n, curve in values.get("curves", {}).items()
-        }
-        return cls(**values)
+        try:
+            values["nodes"] = tuple(Node(**node) for node in values["nodes"])
+            for key in ("inside", "between"):
+                if values.get(key) is not None:
+                    values[key] = Link(**values[key])
+            # JSON has only texts for keys.
+            values["curves"] = {
+                int(n): {int(size): seconds for size, seconds in curve.items()}
+                for n, curve in values.get("curves", {}).items()
+            }
+            return cls(**values)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"a cluster that lacks something: {error}") from error
 
     @property
     def devices(self) -> int:
@@ -150,12 +189,25 @@ class Cluster:
             (far + ("in" if link.full_duplex else "both"), receiver),
         )
 
+    def _levels(self, ranks: Sequence[int]) -> list[list[int]]:
+        """The ranks of each node, if an all-reduce of them is hierarchical; else all of them."""
+        nodes: dict[int, list[int]] = defaultdict(list)
+        for rank in sorted(ranks):
+            nodes[self._node_of[rank]].append(rank)
+        alike = len({len(node) for node in nodes.values()}) == 1
+        if self.all_reduce == "hierarchical" and alike:
+            return list(nodes.values())
+        return [[rank for node in nodes.values() for rank in node]]
+
     def all_reduce_seconds(self, ranks: Sequence[int], size: float, calls: int = 1) -> float:
         """Of ``size`` bytes in ``calls`` equal pieces, one after the other.
 
         ring          2 (n − 1) / n · B / β + 2 (n − 1) λ a call, over the slowest link
         hierarchical  reduce-scatter and all-gather inside, (k − 1) / k · B / β + (k − 1) λ each,
-                      and between them a ring of the m nodes over B / k a device
+                      and between them a ring of the m nodes over B / k a device, whose k devices
+                      share a node's port if there is one only
+
+        Every rank sends and receives at once, so half-duplex links have half of their β.
         """
         n = len(ranks)
         if n == 1 or calls == 0:
@@ -166,25 +218,51 @@ class Cluster:
                 return calls * _on_curve(self.curves[n], size / calls)
             return _ring(self.inside, n, size, calls)
         assert self.between is not None
-        k, m = max(here.values()), len(here)
-        # Several ranks of a node that reduce at once share its port.
-        if self.all_reduce == "hierarchical" and len(set(here.values())) == 1:
+        levels = self._levels(ranks)
+        if len(levels) > 1:
+            k = len(levels[0])
             across = size if self.shared_nic else size / k
-            inside = (k - 1) / k * size / self.inside.bandwidth_bytes_per_s
-            inside += calls * (k - 1) * self.inside.latency_seconds
-            return 2 * inside + _ring(self.between, m, across, calls)
-        slowest = Link(
-            min(self.between.bandwidth_bytes_per_s, self.inside.bandwidth_bytes_per_s)
-            if k > 1
-            else self.between.bandwidth_bytes_per_s,
-            max(self.between.latency_seconds, self.inside.latency_seconds if k > 1 else 0.0),
-        )
-        return _ring(slowest, n, size, calls)
+            return (_ring(self.inside, k, size, calls) if k > 1 else 0.0) + _ring(
+                self.between, len(levels), across, calls
+            )
+        used = [self.between] + ([self.inside] if max(here.values()) > 1 else [])
+        steps = 2 * (n - 1)
+        slowest = min(link.both_ways_bytes_per_s for link in used)
+        latency = max(link.latency_seconds for link in used)
+        return steps / n * size / slowest + calls * steps * latency
+
+    def all_reduce_traffic(self, ranks: Sequence[int], size: float) -> Traffic:
+        """2 (n − 1) / n · B from every rank of a ring to the next."""
+        ports: dict[Port, float] = defaultdict(float)
+        each: dict[int, float] = defaultdict(float)
+        for ring, share in self._rings(ranks, size):
+            passing = 2 * (len(ring) - 1) / len(ring) * share
+            for sender, receiver in pairwise((*ring, ring[0])):
+                for port in self.ports(sender, receiver):
+                    ports[port] += passing
+                each[sender] += passing
+                each[receiver] += passing
+        return Traffic(dict(ports), dict(each))
+
+    def _rings(self, ranks: Sequence[int], size: float) -> Iterator[tuple[Sequence[int], float]]:
+        """The rings of an all-reduce, and what each reduces."""
+        levels = self._levels(ranks)
+        for level in levels:
+            if len(level) > 1:
+                yield level, size
+        if len(levels) > 1:
+            for across in zip(*levels, strict=True):
+                yield across, size / len(levels[0])
+
+
+def _check_seconds(what: str, seconds: float) -> None:
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"{what} is {seconds} s, but must be 0 s or more")
 
 
 def _ring(link: Link, n: int, size: float, calls: int) -> float:
     steps = 2 * (n - 1)
-    return steps / n * size / link.bandwidth_bytes_per_s + calls * steps * link.latency_seconds
+    return steps / n * size / link.both_ways_bytes_per_s + calls * steps * link.latency_seconds
 
 
 def _on_curve(curve: Mapping[int, float], size: float) -> float:
@@ -196,4 +274,7 @@ def _on_curve(curve: Mapping[int, float], size: float) -> float:
         return curve[sizes[0]] * size / sizes[0]
     above = min(bisect_left(sizes, size), len(sizes) - 1)
     low, high = sizes[above - 1], sizes[above]
-    return curve[low] + (size - low) / (high - low) * (curve[high] - curve[low])
+    slope = (curve[high] - curve[low]) / (high - low)
+    if size > high:
+        return curve[high] + (size - high) * max(slope, 0.0)
+    return curve[low] + (size - low) * slope
