@@ -9,8 +9,9 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from experiments.commands import Answer
 
 __all__ = ["app", "main"]
+
+Number = TypeVar("Number", int, float)
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 3
 
@@ -100,6 +103,14 @@ def _with_root(settings: Sequence[str] | None, data_root: str | None) -> list[st
     # As a JSON string, which TOML reads too, so that no directory's name is taken for a number.
     root = [] if data_root is None else [f"data.root={json.dumps(data_root)}"]
     return [*(settings or ()), *root]
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:
+    """Of a list like 64,128; UserError for what is none."""
+    try:
+        return tuple(kind(part) for part in text.split(",") if part)
+    except ValueError:
+        raise UserError(f"{option} is {text!r}, but must be numbers like 1,2,4") from None
 
 
 @app.command()
@@ -196,6 +207,40 @@ def schedule(
     from experiments.commands import draw_schedule
 
     return _show(draw_schedule(system, set_ or (), stages, units, replicas), json_)
+
+
+@app.command("simulate")
+def simulate_(
+    config: ConfigName,
+    cluster: Annotated[
+        str, typer.Option(metavar="FILE", help="A cluster file, or a name in experiments/clusters.")
+    ],
+    profile: Annotated[Path, typer.Option(metavar="FILE", help="As of `pipebench profile`.")],
+    batch_sizes: Annotated[
+        str, typer.Option(metavar="N,…", help="In the place of train.batch_size.")
+    ] = "",
+    bandwidth_shares: Annotated[
+        str, typer.Option(metavar="X,…", help="What links reach of their bandwidth.")
+    ] = "1",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the document.")
+    ] = None,
+    set_: Settings = None,
+    json_: Json = False,
+) -> int:
+    """Simulate a config's systems on a cluster: time and memory, without running anything."""
+    from experiments.commands import simulate_config
+    from experiments.simulation import Request
+
+    request = Request(
+        config,
+        set_ or (),
+        cluster,
+        profile,
+        _numbers("--batch-sizes", batch_sizes, int),
+        _numbers("--bandwidth-shares", bandwidth_shares, float),
+    )
+    return _show(simulate_config(request, output), json_)
 
 
 @app.command()

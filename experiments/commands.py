@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from experiments.config import Config
 from experiments.errors import UserError, one_line
@@ -28,6 +29,9 @@ from experiments.reports import (
 )
 from experiments.store import Store
 
+if TYPE_CHECKING:
+    from experiments.simulation import Request
+
 __all__ = [
     "Answer",
     "check_conformance",
@@ -40,6 +44,7 @@ __all__ = [
     "run_config",
     "run_configs",
     "run_matrix",
+    "simulate_config",
 ]
 
 
@@ -172,6 +177,17 @@ def _records() -> Iterator[None]:
         yield
     except ValueError as error:
         raise UserError(one_line(error)) from None
+
+
+def simulate_config(request: Request, output: Path | None) -> Answer:
+    """``output``: a file for the document."""
+    from experiments.simulation import simulation_document, simulation_rows
+    from runtimes.manifest import write_json
+
+    document = simulation_document(request)
+    if output is not None:
+        write_json(output, document)
+    return Answer(document, columns(simulation_rows(document)))
 
 
 def make_tables() -> Answer:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from experiments.config import Config
 from experiments.resolve import image_of, job_of, stack_of
-from runtimes.job import DataSpec, Precision, Task
+from runtimes.job import DataSpec, Job, Precision, Task
 
 if TYPE_CHECKING:
+    from runtimes.execution.accounting import Peak
     from runtimes.model.stack import LayerStack
     from runtimes.planning.footprint import Footprint
 
-__all__ = ["PROCESS_BYTES", "largest_batch", "memory_needed"]
+__all__ = ["PROCESS_BYTES", "largest_batch", "memory_needed", "memory_peaks_of"]
 
 #: What a rank takes before it holds a model: the interpreter, torch and its communication.
 PROCESS_BYTES = 400_000_000
@@ -31,13 +32,8 @@ def memory_needed(config: Config, tasks: Sequence[Task], batch_size: int) -> Cou
 
     Ranks are taken to be at their peaks at the same time.
     """
-    from runtimes.planning.memory import memory_peaks
-
     job = replace(job_of(config, tuple(tasks), DataSpec("", "")), batch_size=batch_size)
-    footprint = _footprint(
-        stack_of(config), image_of(config), job.precision, job.device, job.label_smoothing
-    )
-    peaks = [memory_peaks(job, task, footprint) for task in tasks]
+    peaks = [memory_peaks_of(config, job, task) for task in tasks]
     together = _contenders if config.switch is None else _successors
     held = [together([peak.at_once for peak in of_rank]) for of_rank in zip(*peaks, strict=True)]
     if job.transport == "in-process":
@@ -46,6 +42,16 @@ def memory_needed(config: Config, tasks: Sequence[Task], batch_size: int) -> Cou
         return max(held, key=Counter.total)
     held += [Counter(processes=PROCESS_BYTES)] * len(held)
     return Counter({kind: n // config.launch.nodes for kind, n in _sum(held).items()})
+
+
+def memory_peaks_of(config: Config, job: Job, task: Task) -> list[Peak]:
+    """What each rank of one task holds at most; ``job``: of the config, but for its batch size."""
+    from runtimes.planning.memory import memory_peaks
+
+    footprint = _footprint(
+        stack_of(config), image_of(config), job.precision, job.device, job.label_smoothing
+    )
+    return memory_peaks(job, task, footprint)
 
 
 def _contenders(peaks: Sequence[Mapping[str, int]]) -> Counter[str]:
@@ -64,15 +70,14 @@ def _sum(counts: Sequence[Counter[str]]) -> Counter[str]:
     return sum(counts, Counter())
 
 
-def largest_batch(config: Config, tasks: Sequence[Task], free: int) -> int:
-    """The largest batch size below the config's that needs no more than ``free`` bytes, in whole
-    samples a micro-batch; 0 if there is none."""
+def largest_batch(batch_size: int, tasks: Sequence[Task], fits: Callable[[int], bool]) -> int:
+    """The largest batch below this size that ``fits``, in whole samples a micro-batch; 0 if there
+    is none."""
     units = max(task.plan.micro_batches for task in tasks)
-    low, high = 0, (config.train.batch_size - 1) // units
+    low, high = 0, (batch_size - 1) // units
     while low < high:
         middle = (low + high + 1) // 2
-        fits = memory_needed(config, tasks, middle * units).total() <= free
-        low, high = (middle, high) if fits else (low, middle - 1)
+        low, high = (middle, high) if fits(middle * units) else (low, middle - 1)
     return low * units
 
 

@@ -56,7 +56,9 @@ def _missing_memory(config: Config, tasks: Sequence[Task], who: str, what: str) 
     parts = ", ".join(
         f"{kind} {count / 1e9:.1f}" for kind, count in needed.most_common() if count >= 5e7
     )
-    fits = largest_batch(config, tasks, free)
+    fits = largest_batch(
+        size, tasks, lambda smaller: memory_needed(config, tasks, smaller).total() <= free
+    )
     smaller = f"set train.batch_size = {fits}, the largest that fits, or " if fits else ""
     return (
         f"{who} {needed.total() / 1e9:.1f} GB of {what} ({parts}), and {free / 1e9:.1f} GB are "

@@ -13,9 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from runtimes.job import ModelSpec, Precision
+from runtimes.job import ModelSpec, OptimizerSpec, Precision
 
-__all__ = ["SCHEMA", "LayerProfile", "Links", "Profile", "Spread", "interpolated"]
+__all__ = ["SCHEMA", "LayerProfile", "Links", "Profile", "Spread", "interpolated", "optimizer_key"]
 
 SCHEMA = "pipebench.profile/1"
 
@@ -167,6 +167,11 @@ def _layer(document: Mapping[str, Any]) -> LayerProfile:
 def _by_number(document: Mapping[Any, Any]) -> dict[int, Any]:
     """JSON has only texts for keys."""
     return {int(key): value for key, value in document.items()}
+
+
+def optimizer_key(spec: OptimizerSpec) -> str:
+    """The method in ``Profile.optimizer_seconds_per_byte``: "sgd", "sgd-momentum" or "adamw"."""
+    return "sgd-momentum" if spec.name == "sgd" and spec.momentum else spec.name
 
 
 def interpolated(times: Mapping[int, Spread], samples: int, what: str) -> float:

@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -49,6 +49,10 @@ class Link:
                 "must be above 0"
             )
         _check_seconds("a link's latency", self.latency_seconds)
+
+    def with_bandwidth(self, share: float) -> Link:
+        """The link that reaches this share of its bandwidth."""
+        return replace(self, bandwidth_bytes_per_s=share * self.bandwidth_bytes_per_s)
 
     def seconds(self, size: float) -> float:
         """λ + B / β."""
@@ -148,6 +152,11 @@ class Cluster:
             return cls(**values)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"a cluster that lacks something: {error}") from error
+
+    def with_bandwidth(self, share: float) -> Cluster:
+        """The cluster whose links reach this share of their bandwidth."""
+        between = None if self.between is None else self.between.with_bandwidth(share)
+        return replace(self, inside=self.inside.with_bandwidth(share), between=between)
 
     @property
     def devices(self) -> int:

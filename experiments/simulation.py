@@ -1,0 +1,206 @@
+"""A config's systems on a cluster, simulated: time and memory of every batch size and bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from experiments.clusters import load_cluster
+from experiments.config import Config
+from experiments.errors import UserError, one_line
+from experiments.identity import run_id
+from experiments.loading import load
+from experiments.memory import largest_batch, memory_peaks_of
+from experiments.resolve import image_of, job_of, layers_of, tasks_of
+from runtimes.job import DataSpec, Job, Task
+from runtimes.planning.profile import Profile, optimizer_key
+from runtimes.schedule import Program
+from runtimes.simulation.cluster import Cluster
+from runtimes.simulation.costs import ProfileCosts
+from runtimes.simulation.simulator import Simulation, simulate, steady_seconds
+from runtimes.systems import schedule_of
+
+__all__ = ["Request", "simulation_document", "simulation_rows"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """``batch_sizes``: the config's own if empty; ``bandwidth_shares``: what links reach of their
+    bandwidth, each in turn."""
+
+    config: str
+    settings: Sequence[str]
+    cluster: str
+    profile: Path
+    batch_sizes: Sequence[int] = ()
+    bandwidth_shares: Sequence[float] = (1.0,)
+
+
+def simulation_document(request: Request) -> dict[str, Any]:
+    """Of schema pipebench.simulation/1; UserError for what cannot be simulated."""
+    try:
+        cluster, profile = load_cluster(request.cluster), Profile.load(request.profile)
+        scaled = {share: cluster.with_bandwidth(share) for share in request.bandwidth_shares}
+        rows = [row for config in _configs(request) for row in _rows_of(config, profile, scaled)]
+    except OSError as error:
+        raise UserError(f"cannot read profile {request.profile}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(one_line(error)) from None
+    if all(row["status"] == "oom" for row in rows):
+        raise UserError(rows[0]["why"])
+    return {
+        "schema": "pipebench.simulation/1",
+        "evidence": "simulated",
+        "cluster": cluster.to_json(),
+        "profile": {
+            "model": profile.model.name,
+            "precision": profile.precision,
+            "device": profile.device,
+            "source": profile.source,
+            "provenance": profile.provenance,
+        },
+        "rows": rows,
+    }
+
+
+def _configs(request: Request) -> Iterator[Config]:
+    sizes = [[f"train.batch_size={size}"] for size in request.batch_sizes] or [[]]
+    for extra in sizes:
+        yield load(request.config, [*request.settings, *extra])
+
+
+def _rows_of(
+    config: Config, profile: Profile, clusters: Mapping[float, Cluster]
+) -> Iterator[dict[str, Any]]:
+    _check_profile(config, profile)
+    if config.switch is not None:
+        raise UserError(f"{config.name} switches systems: simulate a config of each")
+    tasks = tasks_of(config, layers_of(config))
+    job = job_of(config, tasks, DataSpec("", ""))
+    for task in tasks:
+        for cluster in clusters.values():
+            cluster.check(task.plan.world_size)
+        peaks = [peak.total for peak in memory_peaks_of(config, job, task)]
+        # Bandwidth changes nothing of it.
+        why = _too_much(config, job, task, next(iter(clusters.values())))
+        for share, cluster in clusters.items():
+            row = {
+                "config": config.name,
+                "run": run_id(config),
+                "label": task.label,
+                "system": task.system,
+                "options": dict(task.options),
+                "plan": task.plan.to_json(),
+                "batch_size": task.batch_size or job.batch_size,
+                "bandwidth_share": share,
+                "memory_bytes": peaks,
+            }
+            yield row | (
+                {"status": "oom", "why": why} if why else _times(job, task, profile, cluster)
+            )
+
+
+def _check_profile(config: Config, profile: Profile) -> None:
+    """UserError for a profile of something else than the config trains."""
+    wanted = (config.model.name, config.model.args, image_of(config), config.train.precision)
+    found = (profile.model.name, profile.model.args, profile.image, profile.precision)
+    for what, here, there in zip(
+        ("model", "model.args", "image", "precision"), wanted, found, strict=True
+    ):
+        if here != there:
+            raise UserError(
+                f"the profile is of {what} {there}, but {config.name} has {here}: profile that "
+                "with `pipebench profile`"
+            )
+
+
+def _too_much(config: Config, job: Job, task: Task, cluster: Cluster) -> str | None:
+    """Why the task does not fit on the cluster's devices, and what would."""
+
+    def lacking(job: Job) -> tuple[int, int] | None:
+        """The first rank that needs more than it has, and what it needs."""
+        for rank, peak in enumerate(memory_peaks_of(config, job, task)):
+            if peak.total > cluster.memory_bytes(rank):
+                return rank, peak.total
+        return None
+
+    found = lacking(job)
+    if found is None:
+        return None
+    rank, needed = found
+    fits = largest_batch(
+        job.batch_size, [task], lambda size: lacking(replace(job, batch_size=size)) is None
+    )
+    way_out = f"the largest batch that fits is {fits}" if fits else "no batch fits"
+    return (
+        f"{task.label}: rank {rank} needs {needed / 1e9:.3g} GB, a device of {cluster.name} has "
+        f"{cluster.memory_bytes(rank) / 1e9:.3g} GB: {way_out}"
+    )
+
+
+def _times(job: Job, task: Task, profile: Profile, cluster: Cluster) -> dict[str, Any]:
+    """Of a segment as the benchmark times it, and of one batch in the steady state."""
+    costs = ProfileCosts(profile, task.plan, optimizer_key(job.optimizer))
+    system, size = schedule_of(task.system, task.options), task.batch_size or job.batch_size
+
+    def program(batches: int) -> Program:
+        return system.program(task.plan, (size,) * batches, norm=job.optimizer.global_norm)
+
+    steps = len(job.batches(task, job.bench.steps if job.bench else 1))
+    segment = simulate(program(steps), cluster, costs, keep=False)
+    # Enough to fill the pipeline, and for every replica to have its turn.
+    full = 2 * task.plan.world_size
+    batch_seconds = steady_seconds(program, cluster, costs, full)
+    return {
+        "status": "ok",
+        "why": None,
+        "segment_batches": steps,
+        "segment_seconds": segment.makespan_seconds,
+        "batch_seconds": batch_seconds,
+        "images_per_s": size / batch_seconds,
+        "parts": _mean_parts(segment),
+    }
+
+
+def _mean_parts(segment: Simulation) -> dict[str, float]:
+    """Shares of the segment's wall time, mean over ranks."""
+    ranks, wall = len(segment.parts), segment.makespan_seconds
+    return {
+        name: sum(parts[name] for parts in segment.parts) / ranks / wall
+        for name in segment.parts[0]
+    }
+
+
+def simulation_rows(document: Mapping[str, Any]) -> list[list[str]]:
+    """For ``reports.columns``; ÷ dp against the first dp of the same batch size and bandwidth."""
+    lines = [
+        ["contender", "batch", "links", "ms/batch", "images/s", "÷ dp", "idle", "exposed", "GB", ""]
+    ]
+    base = {
+        (row["batch_size"], row["bandwidth_share"]): row["images_per_s"]
+        for row in reversed(document["rows"])
+        if row["system"] == "dp" and row["status"] == "ok"
+    }
+    for row in document["rows"]:
+        line = [row["label"], str(row["batch_size"]), f"{row['bandwidth_share']:.3g}×"]
+        memory = f"{max(row['memory_bytes']) / 1e9:.1f}"
+        if row["status"] != "ok":
+            lines.append([*line, "–", "–", "–", "–", "–", memory, row["why"]])
+            continue
+        speed, parts = row["images_per_s"], row["parts"]
+        dp = base.get((row["batch_size"], row["bandwidth_share"]))
+        lines.append(
+            [
+                *line,
+                f"{row['batch_seconds'] * 1e3:.2f}",
+                f"{speed:.1f}",
+                f"{speed / dp:.3f}" if dp else "–",
+                f"{parts['idle']:.1%}",
+                f"{parts['communication'] + parts['reduce']:.1%}",
+                memory,
+                "",
+            ]
+        )
+    return lines
