@@ -8,6 +8,7 @@ record like any other.
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Records:
     ``runs``: a row a run, or a contender of a benchmark; the others refer to its index, "run".
     ``source`` is "" for a fresh run, else the path below reference/ that holds it; ``evidence`` is
     the class of its times (ranks that share a process, ``transport`` "in-process", have none),
-    ``launch`` who its rounds may be paired with, ``config`` a dict.
+    ``launch`` who its rounds may be paired with, ``began`` Unix time, ``config`` a dict.
     ``rounds``: a row a timed round: ``samples`` trained in ``wall_s`` seconds of the slowest rank;
     ``compute_bound_s`` is the schedule's own lower bound, from slices measured in this round.
     ``ranks``: a row a rank of a benchmark: seconds, averaged over rounds: "wall" and
@@ -99,6 +100,12 @@ class _Evaluation(_Strict):
     accuracy: float
 
 
+class _Launch(_Strict):
+    """Ranks were about to start, at Unix time ``t``."""
+
+    t: float
+
+
 class _Switch(_Strict):
     """The system that a run ended with, and after how many updates it took over."""
 
@@ -144,15 +151,26 @@ class _Result(_Strict):
     breakdown: dict[Annotated[int, Strict(False)], dict[str, float | None]] = {}
 
 
+_Event = _Step | _Evaluation | _Launch
+_EVENTS: dict[str, type[_Event]] = {"step": _Step, "evaluation": _Evaluation, "launch": _Launch}
+
+
 @dataclass(frozen=True)
 class _Run:
     source: str
     result: _Result
-    events: Sequence[_Step | _Evaluation]
+    events: Sequence[_Event]
     config: Mapping[str, Any]
 
     def events_of(self, kind: type[_Strict]) -> list[dict[str, Any]]:
         return [event.model_dump() for event in self.events if isinstance(event, kind)]
+
+    @property
+    def began(self) -> float:
+        """Unix time of the first launch; NaN if there was none."""
+        return min(
+            (event.t for event in self.events if isinstance(event, _Launch)), default=math.nan
+        )
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -172,6 +190,7 @@ class _Run:
             "plan": _plan(self.result) + ("" if then is None else f" → {_plan(then)}"),
             "machine": machine_line(self.result.machine),
             "launch": self.result.bench_id or self.result.id,
+            "began": self.began,
             "config": self.config,
         }
 
@@ -277,10 +296,10 @@ def _complaint(error: ValidationError) -> str:
     return f"{key} is {fault['input']!r}, but {fault['msg'].replace('Input should', 'must')}"
 
 
-def _events(content: bytes) -> list[_Step | _Evaluation]:
+def _events(content: bytes) -> list[_Event]:
     """What a file of events says; a last line that a crash cut short is left out."""
     lines = [(n, line) for n, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
-    events: list[_Step | _Evaluation] = []
+    events: list[_Event] = []
     for number, line in lines:
         try:
             event = json.loads(line)
@@ -289,10 +308,8 @@ def _events(content: bytes) -> list[_Step | _Evaluation]:
                 break
             raise ValueError(f"line {number} is not JSON") from None
         try:
-            if event["event"] == "step":
-                events.append(_Step(**event))
-            elif event["event"] == "evaluation":
-                events.append(_Evaluation(**event))
+            if (kind := _EVENTS.get(event["event"])) is not None:
+                events.append(kind(**event))
         except ValidationError as error:
             raise ValueError(f"line {number} is not a valid event: {_complaint(error)}") from None
         except (KeyError, TypeError) as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import accuracy, sweeps, throughput, unflushed
+from analysis import accuracy, predictions, simulations, sweeps, throughput, unflushed
 from analysis.layout import Table, document, markdown
 from analysis.records import load_records
 
@@ -59,4 +59,6 @@ def _tables(results_dir: Path) -> tuple[Table, ...]:
         *accuracy.tables(records),
         *throughput.tables(records),
         *unflushed.tables(records),
+        *simulations.tables(results_dir),
+        *predictions.tables(records, results_dir),
     )

@@ -223,7 +223,8 @@ def simulate_(
         str, typer.Option(metavar="X,…", help="What links reach of their bandwidth.")
     ] = "1",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the document.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write it there, not to results/."),
     ] = None,
     set_: Settings = None,
     json_: Json = False,

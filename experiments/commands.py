@@ -180,14 +180,17 @@ def _records() -> Iterator[None]:
 
 
 def simulate_config(request: Request, output: Path | None) -> Answer:
-    """``output``: a file for the document."""
+    """The document goes to ``output``, or to where tables and figures find it."""
     from experiments.simulation import simulation_document, simulation_rows
     from runtimes.manifest import write_json
 
     document = simulation_document(request)
-    if output is not None:
-        write_json(output, document)
-    return Answer(document, columns(simulation_rows(document)))
+    if output is None:
+        name = document["name"].replace("/", "-")
+        output = results_root() / "simulated" / f"{name}.json"
+        output.parent.mkdir(parents=True, exist_ok=True)
+    write_json(output, document)
+    return Answer(document, f"{columns(simulation_rows(document))}\n{output}")
 
 
 def make_tables() -> Answer:

@@ -19,6 +19,7 @@ __all__ = [
     "Data",
     "Launch",
     "Model",
+    "Paper",
     "Plan",
     "PlanChanges",
     "Plateau",
@@ -198,12 +199,22 @@ class BestOf(Section):
     chosen: dict[str, Any] | None = None
 
 
+class Paper(Section):
+    """What a paper says: ``of`` is ``ratio`` times as fast as ``over``; ``source``: where."""
+
+    ratio: float = Field(gt=0)
+    of: str
+    over: str
+    source: str
+
+
 class Config(Section):
     """One run, or one benchmark if there is a ``bench`` section.
 
     ``name`` is the file's, relative to the configs; ``tiers`` are what `matrix --tier` asks
     for, ``scales`` the names of the sizes that `--set scale=…` may still choose.  A ``sweep``
     stands for a run at each of its points; ``swept`` is the point that one of these runs is at.
+    ``paper`` is shown beside what is found.
     """
 
     name: str
@@ -221,6 +232,7 @@ class Config(Section):
     sweep: Annotated[dict[str, tuple[Any, ...]], BeforeValidator(axes_of)] | None = None
     swept: dict[str, Any] | None = None
     best_of: BestOf | None = None
+    paper: Paper | None = None
 
     @property
     def title(self) -> str:

@@ -20,6 +20,7 @@ COSMETIC = (
     ("sweep",),
     ("swept",),
     ("best_of",),
+    ("paper",),
     ("tracking",),
     ("train", "seeds"),
     ("train", "action_timeout_s"),

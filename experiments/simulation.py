@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +44,7 @@ def simulation_document(request: Request) -> dict[str, Any]:
     try:
         cluster, profile = load_cluster(request.cluster), Profile.load(request.profile)
         scaled = {share: cluster.with_bandwidth(share) for share in request.bandwidth_shares}
+        named = load(request.config, request.settings)
         rows = [row for config in _configs(request) for row in _rows_of(config, profile, scaled)]
     except OSError as error:
         raise UserError(f"cannot read profile {request.profile}: {error.strerror}") from None
@@ -52,7 +54,10 @@ def simulation_document(request: Request) -> dict[str, Any]:
         raise UserError(rows[0]["why"])
     return {
         "schema": "pipebench.simulation/1",
+        "name": f"{named.name}@{cluster.name}",
+        "t": time.time(),
         "evidence": "simulated",
+        "paper": None if named.paper is None else named.paper.model_dump(),
         "cluster": cluster.to_json(),
         "profile": {
             "model": profile.model.name,

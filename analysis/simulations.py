@@ -1,0 +1,154 @@
+"""What `pipebench simulate` wrote: systems over batch sizes and bandwidths, beside the paper."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis.evidence import Evidence, Quantity, ratio
+from analysis.layout import Table, View, fixed, percent
+
+__all__ = ["SCHEMA", "Study", "load_studies", "tables"]
+
+SCHEMA = "pipebench.simulation/1"
+CAPTION = (
+    "Steady state, one batch after the other; ÷ dp at the same batch size and bandwidth. Links: "
+    "the share of their nominal bandwidth that they reach. Idle and exposed (communication, "
+    "reduction): percent of the wall time of {batches} batches from an empty pipeline, mean over "
+    "devices. GB: of the fullest device."
+)
+
+
+@dataclass(frozen=True)
+class Study:
+    """One document, written at Unix time ``t``.  ``rows`` has a row a contender, batch size and
+    share of bandwidth; ``paper`` is what a paper says of a ratio, if it does."""
+
+    name: str
+    source: str
+    t: float
+    rows: pd.DataFrame
+    inputs: str
+    paper: Mapping[str, Any] | None
+
+
+def load_studies(results_dir: Path) -> list[Study]:
+    """Fresh ones, and of reference/ those that there is no fresh one of.
+
+    Raises:
+        ValueError: a file is broken; the message names it.
+    """
+    found: dict[str, Study] = {}
+    for source, directory in (
+        ("", results_dir / "simulated"),
+        ("reference", results_dir / "reference" / "simulated"),
+    ):
+        for path in sorted(directory.glob("*.json")):
+            study = _study(path, source)
+            found.setdefault(study.name, study)
+    return [found[name] for name in sorted(found)]
+
+
+def _study(path: Path, source: str) -> Study:
+    try:
+        document = json.loads(path.read_bytes())
+        if document["schema"] != SCHEMA:
+            raise ValueError(f"its schema is {document['schema']!r}, not {SCHEMA}")
+        rows = pd.DataFrame(document["rows"])
+        evidence = Evidence.parse(document["evidence"])
+        return Study(
+            document["name"],
+            source,
+            document["t"],
+            rows.assign(
+                name=document["name"],
+                source=source,
+                evidence=evidence.label,
+                ratio_to_dp=_ratios(rows, evidence),
+                memory_gb=rows["memory_bytes"].map(max) / 1e9,
+            ),
+            _inputs(document),
+            document["paper"],
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is broken: {error!r}; simulate it anew, or delete it") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is broken: {error}; simulate it anew, or delete it") from error
+
+
+def _ratios(rows: pd.DataFrame, evidence: Evidence) -> list[float]:
+    """Of images/s to the first dp of the same batch size and bandwidth."""
+    base: dict[tuple[Any, ...], Quantity] = {}
+    places = list(zip(rows["batch_size"], rows["bandwidth_share"], strict=True))
+    speeds = rows.get("images_per_s", pd.Series(float("nan"), rows.index))
+    for place, system, speed in zip(places, rows["system"], speeds, strict=True):
+        if system == "dp" and not pd.isna(speed):
+            base.setdefault(place, Quantity(speed, evidence))
+    return [
+        ratio(Quantity(speed, evidence), base[place]).value if place in base else float("nan")
+        for place, speed in zip(places, speeds, strict=True)
+    ]
+
+
+def _inputs(document: Mapping[str, Any]) -> str:
+    """What is measured and what assumed, in a sentence each."""
+    profile, cluster = document["profile"], document["cluster"]
+    kind = {"measured": "measured on", "analytic": "computed (roofline) for"}[profile["source"]]
+    known = [f"{key} {value}" for key, value in profile["provenance"].items() if _short(value)]
+    told = [f"{key}: {value}" for key, value in cluster["provenance"].items()]
+    return (
+        f"Layers {kind} {profile['device']} in {profile['precision']} ({', '.join(known)}). "
+        f"Cluster {cluster['name']} ({'; '.join(told)})."
+    )
+
+
+def _short(value: Any) -> bool:
+    return isinstance(value, (str, int, float))
+
+
+def tables(results_dir: Path) -> tuple[Table, ...]:
+    """A table for each study."""
+    return tuple(
+        Table("simulated", study.rows.drop(columns=["plan", "parts", "options"]), (_view(study),))
+        for study in load_studies(results_dir)
+    )
+
+
+def _view(study: Study) -> View:
+    rows = study.rows
+    batches = "/".join(f"{n:.0f}" for n in sorted(set(rows["segment_batches"].dropna())))
+    caption = [CAPTION.format(batches=batches), study.inputs]
+    if study.paper is not None:
+        paper = study.paper
+        caption.append(
+            f"Paper: {paper['of']} ÷ {paper['over']} = {paper['ratio']} ({paper['source']})."
+        )
+    heading = f"Simulated: {study.name}" + (f", {study.source} record" if study.source else "")
+    return View(heading, " ".join(caption), _cells(rows))
+
+
+def _cells(rows: pd.DataFrame) -> pd.DataFrame:
+    parts = [part if isinstance(part, dict) else {} for part in rows["parts"]]
+    exposed = [
+        sum(part[key] for key in ("communication", "reduce")) if part else None for part in parts
+    ]
+    return pd.DataFrame(
+        {
+            "system": rows["label"],
+            "batch": rows["batch_size"].astype(str),
+            "links": [f"{share:g}×" for share in rows["bandwidth_share"]],
+            "ms/batch": [fixed(seconds * 1e3, 2) for seconds in rows["batch_seconds"]],
+            "images/s": [fixed(speed, 1) for speed in rows["images_per_s"]],
+            "÷ dp": [fixed(value) for value in rows["ratio_to_dp"]],
+            "idle": [percent(part.get("idle")) for part in parts],
+            "exposed": [percent(share) for share in exposed],
+            "GB": [fixed(size, 1) for size in rows["memory_gb"]],
+            "evidence": rows["evidence"],
+            "status": rows["status"],
+        }
+    )
