@@ -253,6 +253,84 @@ def conformance(json_: Json = False) -> int:
 
 
 @app.command()
+def profile(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A timm ViT, or VisionTransformer, or the CONFIG whose model and images to take.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it, as JSON.")
+    ],
+    batch_sizes: Annotated[
+        str, typer.Option(metavar="N,…", help="Samples of a unit, from the least to the most.")
+    ] = "1,2,4,8",
+    image_size: Annotated[
+        int | None, typer.Option(min=1, metavar="PIXELS", help="Default: the model's, or 224.")
+    ] = None,
+    in_chans: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Channels; default: the model's, or 3.")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(metavar="P", help="float32, tf32, bf16 or float64.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu or cuda.")] = None,
+    arg: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="An argument of the model, e.g. depth=4."),
+    ] = None,
+    set_: Settings = None,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Processes that measure at the same time; from 2 on links too."
+        ),
+    ] = 1,
+    pin_cores: Annotated[
+        bool | None, typer.Option("--pin-cores/--no-pin-cores", help="A core for each rank.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N")] = 15,
+    device_spec: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Compute it for a100-80gb, v100-32gb or h200 instead."),
+    ] = None,
+    compute_efficiency: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="Of that device's peak FLOP/s; default 0.5."),
+    ] = None,
+    memory_efficiency: Annotated[
+        float | None, typer.Option(metavar="SHARE", help="Of its memory's bandwidth; default 0.8.")
+    ] = None,
+    json_: Json = False,
+) -> int:
+    """Measure what a model's layers, optimizers and messages cost here, or compute it for a device
+    that is not here; the simulator reads the file."""
+    from experiments.commands import make_profile
+    from experiments.profiling import Wanted
+
+    wanted = Wanted(
+        model=model,
+        output=output,
+        batch_sizes=batch_sizes,
+        image_size=image_size,
+        in_chans=in_chans,
+        precision=precision,
+        device=device,
+        args=arg or (),
+        settings=set_ or (),
+        ranks=ranks,
+        pin_cores=pin_cores,
+        repeats=repeats,
+        device_spec=device_spec,
+        compute_efficiency=compute_efficiency,
+        memory_efficiency=memory_efficiency,
+    )
+    return _show(make_profile(wanted), json_)
+
+
+@app.command()
 def tables(json_: Json = False) -> int:
     """Print the tables of all records, and write them beside the runs."""
     from experiments.commands import make_tables

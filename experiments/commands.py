@@ -30,6 +30,7 @@ from experiments.reports import (
 from experiments.store import Store
 
 if TYPE_CHECKING:
+    from experiments.profiling import Wanted
     from experiments.simulation import Request
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "draw_schedule",
     "list_matrix",
     "list_systems",
+    "make_profile",
     "make_tables",
     "plan_matrix",
     "run_config",
@@ -168,6 +170,22 @@ def check_conformance() -> Answer:
     rows = judge_all()
     document = conformance_document(rows)
     return Answer(document, conformance_table(rows), 0 if document["conforms"] else 1)
+
+
+def make_profile(wanted: Wanted) -> Answer:
+    """Write the profile; exit code 1 if the ranks that measure fail."""
+    from experiments.profiling import profile_text, profiled, write_profile
+
+    interruption = Interruption()
+    interruption.install()
+    with interruption.deferred() as stop:
+        try:
+            profile = profiled(wanted, Progress(), stop)
+        except RuntimeError as error:
+            document = {"schema": "pipebench.profile_failure/1", "error": str(error)}
+            return Answer(document, f"no profile: {error}", 1)
+    write_profile(profile, wanted.output)
+    return Answer(profile.to_json(), f"{profile_text(profile)}\n\nwritten to {wanted.output}")
 
 
 @contextmanager

@@ -86,6 +86,11 @@ class OptimizerSpec:
         """Numbers of state that a parameter has."""
         return 2 if self.name == "adamw" else int(self.momentum > 0)
 
+    @property
+    def method(self) -> str:
+        """What a step costs goes by this, and profiles name it so: sgd, sgd-momentum or adamw."""
+        return "sgd-momentum" if self.name == "sgd" and self.states else self.name
+
 
 @dataclass(frozen=True)
 class LearningRate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,24 +27,33 @@ from runtimes.execution.status import (
 )
 from runtimes.execution.team import DistributedTeam, InProcessTeam, Team
 from runtimes.execution.training import DivergedError, run_training
-from runtimes.job import Augmentation, Job, Task
+from runtimes.job import Augmentation, Job, Precision, Task
 from runtimes.manifest import write_json
 from runtimes.model.stack import LayerStack, build_stack
 from runtimes.peers.ddp import DdpEngine
 from runtimes.peers.pipelining import PipeliningEngine
 from runtimes.systems import SYSTEMS
 
-__all__ = ["run_rank"]
+__all__ = ["guarded", "join_ranks", "prepare_process", "run_rank"]
 
 
 def run_rank(run_dir: Path) -> int:
     """Run the job of this directory as the rank of the environment; the exit code says how."""
+
+    def work(rank: int, status: StatusFile) -> None:
+        _run(Job.load(run_dir / "job.json"), run_dir, rank, status)
+
+    return guarded(run_dir, work)
+
+
+def guarded(run_dir: Path, work: Callable[[int, StatusFile], None]) -> int:
+    """Do ``work`` as the rank of the environment, leaving in the directory what it did last and
+    why it failed, if it does; the exit code."""
     rank = int(os.environ["RANK"])
     status = StatusFile(run_dir / "ranks" / f"{rank}.status")
     status.note("start")
     try:
-        job = Job.load(run_dir / "job.json")
-        _run(job, run_dir, rank, status)
+        work(rank, status)
     except BaseException as error:
         traceback.print_exc()
         document = {
@@ -66,23 +76,32 @@ def _exit_code(error: BaseException) -> int:
     return EXIT_DIVERGED if isinstance(error, DivergedError) else 1
 
 
-def _run(job: Job, run_dir: Path, rank: int, status: StatusFile) -> None:
+def prepare_process(precision: Precision, device: torch.device, *, pin_cores: bool) -> None:
+    """One thread, on one core if ``pin_cores``, products of this precision, a device of its own."""
     torch.set_num_threads(1)
-    if job.pin_cores:
+    if pin_cores:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
-    set_multiplication(job.precision)
-    device = torch.device(job.device)
+    set_multiplication(precision)
     if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+
+
+def join_ranks(device: torch.device, timeout_s: float) -> None:
+    """Meet the other ranks, over the backend of the device."""
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device.type), timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def _run(job: Job, run_dir: Path, rank: int, status: StatusFile) -> None:
+    device = torch.device(job.device)
+    prepare_process(job.precision, device, pin_cores=job.pin_cores)
     if job.transport == "in-process":
         _train(job, run_dir, build_stack(job.model), rank, status)
         status.note("end")
         return
-    dist.init_process_group(
-        dist.get_default_backend_for_device(device.type),
-        timeout=timedelta(seconds=job.action_timeout_s),
-    )
+    join_ranks(device, job.action_timeout_s)
     stack = build_stack(job.model)
     if job.bench is None:
         _train(job, run_dir, stack, rank, status)

@@ -7,13 +7,13 @@ device they are meant for, and choose its kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -21,6 +21,7 @@ from runtimes.execution.criterion import cross_entropy_sum
 from runtimes.execution.precision import autocast, dtype_of
 from runtimes.job import Precision
 from runtimes.model.stack import LayerStack
+from runtimes.planning.likeness import first_alike
 
 __all__ = ["Footprint", "LayerKeeps"]
 
@@ -66,12 +67,7 @@ class Footprint:
             self.tensors.append(len(trained))
             self.constants.append(sum(map(self._size, (*fixed, *layer.module.buffers()))))
         #: Of every layer the first that does the same.
-        self._alike: list[int] = []
-        first: dict[Hashable, int] = {}
-        for index, layer in enumerate(stack.layers):
-            last = index == len(stack) - 1
-            key = _build(layer.module), self._shapes[index], last
-            self._alike.append(first.setdefault(key, index))
+        self.alike = first_alike(stack, self._shapes)
         self._kept: dict[tuple[int, int, bool], LayerKeeps] = {}
         self.activations = cache(self._activations)
 
@@ -105,10 +101,19 @@ class Footprint:
             held.add(last)
         return total + sum(sizes[place] for place in {storage[boundary] for boundary in held})
 
+    def kept_bytes(self, index: int) -> int:
+        """Bytes that one more sample makes layer ``index`` keep for its backward: of its input and
+        output too, if it saves them, even where a neighbour saves them as well."""
+        reached = any(self.tensors[:index])
+        one, two = (self.layer(index, samples, reached=reached) for samples in (1, 2))
+        inner = two.inner - one.inner
+        output = two.output_bytes - one.output_bytes
+        return inner + self.boundaries[index] * one.input + output * one.output
+
     def layer(self, index: int, samples: int, *, reached: bool) -> LayerKeeps:
         """What the forward of ``samples`` through layer ``index`` keeps; ``reached``: if its input
         needs a gradient."""
-        key = self._alike[index], samples, reached
+        key = self.alike[index], samples, reached
         if key not in self._kept:
             self._kept[key] = self._run(index, samples, reached=reached)
         return self._kept[key]
@@ -162,29 +167,3 @@ class Footprint:
             output_bytes=made.nbytes(),
             view=made._cdata == given._cdata,
         )
-
-
-#: What torch itself keeps in a module.
-_OF_TORCH = frozenset(vars(nn.Module()))
-
-
-def _build(module: nn.Module) -> Hashable:
-    """Equal only for modules that do the same with other weights, as a model's blocks do: what does
-    not compare by value is different."""
-    return tuple(
-        (
-            name,
-            type(part),
-            *((key, _value(v)) for key, v in vars(part).items() if key not in _OF_TORCH),
-            *((key, p.shape, p.requires_grad) for key, p in part.named_parameters()),
-            *((key, b.shape, b.dtype) for key, b in part.named_buffers()),
-            *map(id, (*part._forward_hooks.values(), *part._forward_pre_hooks.values())),
-        )
-        for name, part in module.named_modules()
-    )
-
-
-def _value(value: object) -> Hashable:
-    if isinstance(value, tuple):
-        return tuple(map(_value, value))
-    return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
