@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -187,6 +188,10 @@ def schedule(
         list[str] | None,
         typer.Option("--set", metavar="OPTION=VALUE", help="An option of it, e.g. policy=B."),
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw to scale, with the times of a model's profile."),
+    ] = None,
     json_: Json = False,
 ) -> int:
     """Draw what each rank does in one batch: a backward takes twice a forward's time.
@@ -195,7 +200,8 @@ def schedule(
     """
     from experiments.commands import draw_schedule
 
-    return _show(draw_schedule(system, set_ or (), stages, units, replicas), json_)
+    answer = draw_schedule(system, set_ or (), stages, units, replicas, profile)
+    return _show(answer, json_)
 
 
 @app.command()
