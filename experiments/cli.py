@@ -198,6 +198,10 @@ def schedule(
         list[str] | None,
         typer.Option("--set", metavar="OPTION=VALUE", help="An option of it, e.g. policy=B."),
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw to scale, with the times of a model's profile."),
+    ] = None,
     json_: Json = False,
 ) -> int:
     """Draw what each rank does in one batch: a backward takes twice a forward's time.
@@ -206,7 +210,8 @@ def schedule(
     """
     from experiments.commands import draw_schedule
 
-    return _show(draw_schedule(system, set_ or (), stages, units, replicas), json_)
+    answer = draw_schedule(system, set_ or (), stages, units, replicas, profile)
+    return _show(answer, json_)
 
 
 @app.command("simulate")

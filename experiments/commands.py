@@ -24,6 +24,7 @@ from experiments.reports import (
     row_lines,
     runs_document,
     schedule_document,
+    schedule_text,
     systems_document,
     systems_text,
 )
@@ -156,11 +157,17 @@ def list_systems() -> Answer:
 
 
 def draw_schedule(
-    system: str, settings: Sequence[str], stages: int, units: int, replicas: str
+    system: str,
+    settings: Sequence[str],
+    stages: int,
+    units: int,
+    replicas: str,
+    profile: Path | None = None,
 ) -> Answer:
     options = {".".join(path): value for path, value in map(parse_setting, settings)}
-    document = schedule_document(system, options, stages, units, replicas_of(replicas, stages))
-    return Answer(document, "\n".join(document["grid"]))
+    counts = replicas_of(replicas, stages)
+    document = schedule_document(system, options, stages, units, counts, profile)
+    return Answer(document, schedule_text(document))
 
 
 def check_conformance() -> Answer:

@@ -20,6 +20,7 @@ __all__ = [
     "row_lines",
     "runs_document",
     "schedule_document",
+    "schedule_text",
     "systems_document",
     "systems_text",
 ]
@@ -142,23 +143,44 @@ def replicas_of(text: str, stages: int) -> list[int]:
 
 
 def schedule_document(
-    name: str, options: Mapping[str, Any], stages: int, units: int, replicas: Sequence[int]
+    name: str,
+    options: Mapping[str, Any],
+    stages: int,
+    units: int,
+    replicas: Sequence[int],
+    profile: Path | None = None,
 ) -> dict[str, Any]:
     """``units`` micro-batches of one batch, or as many batches where they are not cut, under a
-    system, checked by the validator's rules."""
+    system, checked by the validator's rules.  Drawn with a layer a stage, or to scale with those of
+    a profile."""
     from runtimes.plan import Plan
-    from runtimes.schedule import grid, validate
+    from runtimes.planning.profile import Profile
+    from runtimes.schedule import validate
+    from runtimes.simulation.costs import ProfileCosts
+    from runtimes.simulation.grid import column_seconds, draw, grid, run_free
     from runtimes.system import UnflushedSystem
     from runtimes.systems import get_system
 
     try:
         system = get_system(name, options)
         whole = isinstance(system, UnflushedSystem)
-        plan = Plan.even(stages, stages, replicas, micro_batches=1 if whole else units)
-        # As many samples as leave no replica without one.
+        measured = None if profile is None else Profile.load(profile)
+        layers = stages if measured is None else len(measured.layers)
+        plan = Plan.even(layers, stages, replicas, micro_batches=1 if whole else units)
+        # As many samples as leave no replica without one, or the most of them that were profiled.
         size = math.lcm(*replicas)
+        if measured is not None:
+            size *= max(1, measured.largest_unit // size)
         program = system.program(plan, (size,) * units if whole else (size * units,))
         validate(program, system.declared(plan))
+        scale: dict[str, Any] = {}
+        if measured is None:
+            drawn = grid(program)
+        else:
+            simulation = run_free(program, ProfileCosts(measured, plan))
+            column = column_seconds(simulation)
+            drawn = draw(simulation, column)
+            scale = {"profile": str(profile), "unit_samples": size, "column_seconds": column}
     except ValueError as error:
         raise UserError(one_line(error)) from None
     return {
@@ -177,5 +199,20 @@ def schedule_document(
             }
             for stream in program.streams
         ],
-        "grid": grid(program).splitlines(),
+        "grid": drawn.splitlines(),
+        **scale,
     }
+
+
+def schedule_text(document: Mapping[str, Any]) -> str:
+    lines = list(document["grid"])
+    if "profile" in document:
+        microseconds = document["column_seconds"] * 1e6
+        large = microseconds >= 1000
+        column = f"{microseconds / 1000:g} ms" if large else f"{microseconds:g} µs"
+        lines.insert(
+            0,
+            f"a column is {column} of {document['profile']}, a unit {document['unit_samples']} "
+            "samples; messages, reductions and steps are free",
+        )
+    return "\n".join(lines)

@@ -7,7 +7,7 @@ program serves any model and any layers of a stage.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from runtimes.schedule.posting import Posting, posting
 from runtimes.schedule.program import Program
 from runtimes.schedule.replay import replay
 
-__all__ = ["Holding", "census"]
+__all__ = ["Holding", "census", "holdings"]
 
 
 class Holding(NamedTuple):
@@ -233,27 +233,33 @@ def census(
     ``in_flight``: by stage, the units that the system declares at most in flight there.
     """
     plan = program.plan
-    ranks = []
-    for rank in range(plan.world_size):
-        stage, _ = plan.place(rank)
-        ranks.append(_Rank(program, rank, transport, in_flight.get(stage - 1, 0)))
-    found: list[dict[Holding, Action]] = [{} for _ in ranks]
-    for action in _walk(program, transport):
+    before = [in_flight.get(plan.place(rank)[0] - 1, 0) for rank in range(plan.world_size)]
+    found: list[dict[Holding, Action]] = [{} for _ in before]
+    if transport == "distributed":
+        for rank, most in enumerate(before):
+            for action, holding in holdings(program, rank, most):
+                found[rank].setdefault(holding, action)
+        return found
+    ranks = [_Rank(program, rank, transport, most) for rank, most in enumerate(before)]
+    for action in replay(program):
         rank = plan.rank(action.stage, action.replica)
         ranks[rank].act(action)
-        if transport == "in-process" and action.op in RECEIVES:
+        if action.op in RECEIVES:
             ranks[_neighbour(plan, action)].taken(action)
         found[rank].setdefault(ranks[rank].holding(), action)
     return found
 
 
-def _walk(program: Program, transport: Transport) -> Iterable[Action]:
-    """Over torch.distributed, what a rank holds depends on its own stream only."""
-    if transport == "in-process":
-        yield from replay(program)
-    else:
-        for stream in program.streams:
-            yield from stream
+def holdings(
+    program: Program, rank: int, in_flight_before: int
+) -> Iterator[tuple[Action, Holding]]:
+    """Over torch.distributed, where it depends on its own stream only: what a rank holds after each
+    of its actions.  ``in_flight_before``: units at most in flight at the stage before."""
+    walker = _Rank(program, rank, "distributed", in_flight_before)
+    (stream,) = program.of_rank(rank)
+    for action in stream:
+        walker.act(action)
+        yield action, walker.holding()
 
 
 def _neighbour(plan: Plan, receive: Action) -> int:

@@ -43,6 +43,22 @@ class LayerProfile:
     parameter_bytes: int
     parameter_tensors: int
 
+    def check(self) -> None:
+        """ValueError for times and bytes that cannot be."""
+        for what, times in (
+            ("forward", self.forward_seconds),
+            ("backward", self.backward_seconds),
+        ):
+            if not times:
+                raise ValueError(f"layer {self.name!r} has no {what} times")
+            for samples, spread in times.items():
+                if samples < 1:
+                    raise ValueError(f"layer {self.name!r} has a {what} of {samples} samples")
+                for seconds in spread:
+                    _check(f"layer {self.name!r} has a {what} that", seconds, "s")
+        for size in (self.output_bytes, self.kept_bytes, self.parameter_bytes):
+            _check(f"layer {self.name!r} has something that", size, "bytes")
+
 
 @dataclass(frozen=True)
 class Links:
@@ -80,26 +96,27 @@ class Profile:
     links: Links | None = None
 
     def __post_init__(self) -> None:
-        for layer in self.layers:
-            for what, times in (
-                ("forward", layer.forward_seconds),
-                ("backward", layer.backward_seconds),
-            ):
-                for samples, spread in times.items():
-                    if not all(math.isfinite(t) and t >= 0 for t in spread):
-                        raise ValueError(
-                            f"layer {layer.name!r} has a {what} of {spread.median} s at {samples} "
-                            "samples: times are 0 or more; measure the profile anew"
-                        )
-                if not times:
-                    raise ValueError(f"layer {layer.name!r} has no {what} times")
         if not self.layers:
             raise ValueError("a profile needs at least one layer")
+        for layer in self.layers:
+            layer.check()
+        _check("the input", self.input_bytes, "bytes")
+        for what, seconds in (
+            *((f"a step of {name}", s) for name, s in self.optimizer_seconds_per_byte.items()),
+            *((f"{op} of the runtime", s) for op, s in self.action_seconds.items()),
+        ):
+            _check(what, seconds, "s")
 
     @property
     def boundaries(self) -> tuple[int, ...]:
         """Bytes of one sample's input of every layer, and of the model's output."""
         return (self.input_bytes, *(layer.output_bytes for layer in self.layers))
+
+    @property
+    def largest_unit(self) -> int:
+        """The most samples for which every layer has times."""
+        times = (t for x in self.layers for t in (x.forward_seconds, x.backward_seconds))
+        return min(max(sizes) for sizes in times)
 
     def forward(self, first: int, last: int, samples: int) -> float:
         """Seconds of a forward of so many samples through layers [first, last)."""
@@ -141,9 +158,13 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """ValueError, naming the file, if it is truncated or no profile."""
+        """ValueError, naming the file, if it is not there, truncated or no profile."""
         try:
             document = json.loads(path.read_text())
+        except OSError as error:
+            raise ValueError(
+                f"cannot read the profile {path}: {error.strerror}; `pipebench profile` writes one"
+            ) from error
         except ValueError as error:
             raise ValueError(
                 f"{path} is no whole JSON document ({error}): measure it anew with "
@@ -155,6 +176,14 @@ class Profile:
             return cls.from_json(document)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def _check(what: str, amount: float, unit: str) -> None:
+    if not 0 <= amount < math.inf:
+        raise ValueError(
+            f"{what} takes {amount} {unit}, but times and bytes are 0 or more: measure the profile "
+            "anew"
+        )
 
 
 def _layer(document: Mapping[str, Any]) -> LayerProfile:

@@ -1,4 +1,4 @@
-"""Schedules as pure data: actions, orders, lowering, validation and rendering.  No torch."""
+"""Schedules as pure data: actions, orders, lowering and validation.  No torch."""
 
 from runtimes.schedule.action import Action, Op, parse
 from runtimes.schedule.batches import Batches
@@ -13,7 +13,6 @@ from runtimes.schedule.orders import (
     warm_up,
 )
 from runtimes.schedule.program import Program, Stream
-from runtimes.schedule.rendering import grid
 from runtimes.schedule.rules import Declared, ScheduleError
 from runtimes.schedule.validation import validate
 
@@ -30,7 +29,6 @@ __all__ = [
     "double_buffered",
     "flush",
     "forward_only",
-    "grid",
     "lower",
     "one_step_a_unit",
     "parse",

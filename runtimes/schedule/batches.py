@@ -75,6 +75,15 @@ class Batches:
             return 0
         return _units(self.sizes[batch], self.pipelines, pipeline, self.micro_batches)[index]
 
+    def unit_size(self, pipeline: int) -> int | None:
+        """Samples in every unit, if replicas share all units alike; else None."""
+        sizes = {
+            size
+            for batch in set(self.sizes)
+            for size in _units(batch, self.pipelines, pipeline, self.micro_batches)
+        }
+        return sizes.pop() if len(sizes) == 1 and not self.rounds else None
+
     def units(self, pipeline: int, update: int, replicas: int) -> Sequence[int]:
         """The units of an update of a stage of so many replicas, in order."""
         if self.rounds:
@@ -95,3 +104,8 @@ class Batches:
         if self.rounds:
             return (0, self.size(pipeline, unit)) if unit % replicas == replica else (0, 0)
         return _split(self.size(pipeline, unit), replicas)[replica]
+
+    def is_shared(self, pipeline: int, unit: int, replicas: int, replica: int) -> bool:
+        """Whether the replica's share has any sample."""
+        low, high = self.share(pipeline, unit, replicas, replica)
+        return low < high

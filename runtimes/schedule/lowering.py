@@ -6,12 +6,13 @@ of millions of actions costs only what walks it, and its first actions are gener
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
 from itertools import islice
+from typing import Generic, TypeVar
 
 from runtimes.plan import Plan, share, split
-from runtimes.schedule.action import Action, Op
+from runtimes.schedule.action import COMPUTE, Action, Op
 from runtimes.schedule.batches import Batches
 from runtimes.schedule.orders import Compute, Order
 from runtimes.schedule.program import Program, Stream
@@ -66,28 +67,30 @@ def lower(
 #: Actions of a stream that are kept: about 1 MB, enough for hundreds of batches.
 _KEPT = 4096
 
+Item = TypeVar("Item")
 
-class _Generated:
-    """A stream that is walked more than once: a transport looks ahead of its worker, and segments
-    of the same batches have the same program.  What lies beyond the actions kept is generated anew
-    by each walk."""
 
-    def __init__(self, source: Callable[[], Iterator[Action]]):
+class _Generated(Generic[Item]):
+    """A stream, or an order, that is walked more than once: a transport looks ahead of its worker,
+    segments of the same batches have the same program, and neighbours have to know an order.  What
+    lies beyond the items kept is generated anew by each walk."""
+
+    def __init__(self, source: Callable[[], Iterator[Item]]):
         self._source = source
-        self._kept: list[Action] = []
+        self._kept: list[Item] = []
         self._coming = islice(source(), _KEPT)
 
-    def walk(self) -> Iterator[Action]:
-        position = 0
+    def walk(self) -> Iterator[Item]:
+        kept, position = self._kept, 0
         while True:
             # Another walk may have brought more in the meantime.
-            while position < len(self._kept):
-                yield self._kept[position]
+            while position < len(kept):
+                yield kept[position]
                 position += 1
-            action = next(self._coming, None)
-            if action is None:
+            item = next(self._coming, None)
+            if item is None:
                 break
-            self._kept.append(action)
+            kept.append(item)
         if position == _KEPT:
             yield from islice(self._source(), _KEPT, None)
 
@@ -99,15 +102,18 @@ class _Inbox:
         self._units = units
         self._early: set[int] = set()
 
-    def until(self, wanted: int) -> Iterator[int]:
+    def until(self, wanted: int) -> Sequence[int]:
+        """Those to be taken in now."""
         if wanted in self._early:
             self._early.remove(wanted)
-            return
+            return ()
+        units: list[int] = []
         for unit in self._units:
-            yield unit
+            units.append(unit)
             if unit == wanted:
-                return
+                break
             self._early.add(unit)
+        return units
 
 
 #: What two replicas exchange of a unit: by peer, the samples, counted within the unit.
@@ -129,16 +135,27 @@ class _Lowering:
         self.order, self.plan, self.batches = order, plan, batches
         self.training, self.blocking, self.rendezvous = training, blocking_reduce, rendezvous
         self._overlaps = lru_cache(maxsize=1 << 16)(_overlaps)
+        self.unit_size = cache(batches.unit_size)
+        self._orders: dict[tuple[int, int, int], _Generated[Compute]] = {}
+
+    def ordered(self, pipeline: int, stage: int, replica: int) -> Iterator[Compute]:
+        """The replica's order, which its neighbours walk as well."""
+        place = pipeline, stage, replica
+        if place not in self._orders:
+            self._orders[place] = _Generated(lambda: self.order(*place))
+        return self._orders[place].walk()
 
     def computed(self, pipeline: int, stage: int, replica: int) -> Iterator[Compute]:
         """The replica's order without the units of which it holds nothing."""
-        replicas, share = self.plan.stages[stage].replicas, self.batches.share
-        for step in self.order(pipeline, stage, replica):
-            if step.op is Op.F or step.op is Op.B:
-                low, high = share(pipeline, step.unit, replicas, replica)
-                if low == high:
-                    continue
-            yield step
+        steps, replicas = self.ordered(pipeline, stage, replica), self.plan.stages[stage].replicas
+        if (self.unit_size(pipeline) or 0) >= replicas:
+            return steps
+        batches = self.batches
+        return (
+            step
+            for step in steps
+            if step.op not in COMPUTE or batches.is_shared(pipeline, step.unit, replicas, replica)
+        )
 
     def shared(self, place: tuple[int, int, int], stage: int, unit: int) -> _Shared:
         """With which replicas of a neighbouring stage a replica shares samples of a unit."""
@@ -151,7 +168,7 @@ class _Lowering:
         return self._overlaps(size, mine, replica, theirs)
 
     def actions(self, pipeline: int, stage: int, replica: int) -> Iterator[Action]:
-        place = (pipeline, stage, replica)
+        place = pipeline, stage, replica
         before = _Neighbour(self, place, stage - 1, Op.SEND_GRAD, Op.RECV_ACT, Op.F)
         behind = _Neighbour(self, place, stage + 1, Op.SEND_ACT, Op.RECV_GRAD, Op.B)
         recompute = self.plan.stages[stage].recompute and self.training
@@ -163,11 +180,11 @@ class _Lowering:
             op, unit, version = step
             if op is Op.F:
                 yield from before.receives(step)
-                yield _new(Action, (*place, op, unit, None, version, None, None))
+                yield _act(pipeline, stage, replica, op, unit, version)
                 yield from behind.sends(step)
             elif op is Op.B:
                 if recompute:
-                    yield _new(Action, (*place, Op.R, unit, None, version, None, None))
+                    yield _act(pipeline, stage, replica, Op.R, unit, version)
                 yield from behind.receives(step)
                 if following is not None and following.op is Op.REDUCE:
                     sends = before.sends(step)
@@ -176,12 +193,12 @@ class _Lowering:
                     yield from self.last_backward(place, step, following, sends)
                     following = next(steps, None)
                 else:
-                    yield _new(Action, (*place, op, unit, None, version, None, None))
+                    yield _act(pipeline, stage, replica, op, unit, version)
                     yield from before.sends(step)
             elif op is Op.REDUCE:
                 yield from self.reductions(place, step)
             else:
-                yield _new(Action, (*place, op, unit, None, version, None, None))
+                yield _act(pipeline, stage, replica, op, unit, version)
                 if op is Op.STEP:
                     yield from held
                     held = []
@@ -221,6 +238,10 @@ class _Lowering:
 _new = tuple.__new__
 
 
+def _act(pipeline: int, stage: int, replica: int, op: Op, unit: int, version: int | None) -> Action:
+    return _new(Action, (pipeline, stage, replica, op, unit, None, version, None, None))
+
+
 class _Neighbour:
     """The replicas of the stage before or behind, as one replica exchanges messages with them.
 
@@ -238,44 +259,51 @@ class _Neighbour:
     ):
         self._lowering, self._place, self._stage = lowering, place, stage
         self._send, self._receive, self._made = send, receive, made
-        self._is_there = 0 <= stage < len(lowering.plan.stages)
         self._inboxes: dict[int, _Inbox] = {}
+        #: What is shared of every unit, if that is always the same.
+        self._always: _Shared | None = None
+        if not 0 <= stage < len(lowering.plan.stages):
+            self._always = {}
+        elif lowering.unit_size(place[0]) is not None:
+            self._always = lowering.shared(place, stage, 0)
+
+    def _shared(self, unit: int) -> _Shared:
+        if self._always is not None:
+            return self._always
+        return self._lowering.shared(self._place, self._stage, unit)
 
     def sends(self, step: Compute) -> list[Action]:
         """Of a unit to every replica that shares samples with it."""
-        if not self._is_there:
-            return []
-        place, op, (_, unit, version) = self._place, self._send, step
+        (pipeline, stage, replica), op, (_, unit, version) = self._place, self._send, step
         return [
-            _new(Action, (*place, op, unit, None, version, peer, both))
-            for peer, both in self._lowering.shared(place, self._stage, unit).items()
+            _new(Action, (pipeline, stage, replica, op, unit, None, version, peer, both))
+            for peer, both in self._shared(unit).items()
         ]
 
     def receives(self, step: Compute) -> list[Action]:
         """From every such replica, with what it sends before."""
         received: list[Action] = []
-        if not self._is_there:
-            return received
-        place, op, (_, wanted, version) = self._place, self._receive, step
-        for peer, both in self._lowering.shared(place, self._stage, wanted).items():
+        (pipeline, stage, replica), op, (_, wanted, version) = self._place, self._receive, step
+        for peer, both in self._shared(wanted).items():
             inbox = self._inboxes.get(peer)
             if inbox is None:
                 inbox = self._inboxes[peer] = _Inbox(self._units(peer))
             for unit in inbox.until(wanted):
-                if unit == wanted:
-                    received.append(_new(Action, (*place, op, unit, None, version, peer, both)))
-                else:
-                    # A message taken in early carries no version: its user's is not known here.
-                    early = self._lowering.shared(place, self._stage, unit)[peer]
-                    received.append(_new(Action, (*place, op, unit, None, None, peer, early)))
+                # A message taken in early carries no version: its user's is not known here.
+                samples, used = (
+                    (both, version) if unit == wanted else (self._shared(unit)[peer], None)
+                )
+                received.append(
+                    _new(Action, (pipeline, stage, replica, op, unit, None, used, peer, samples))
+                )
         return received
 
     def _units(self, peer: int) -> Iterator[int]:
         """Those of which a replica sends something here, in its order."""
-        lowering, place, stage, made = self._lowering, self._place, self._stage, self._made
-        for step in lowering.order(place[0], stage, peer):
-            if step.op is made and peer in lowering.shared(place, stage, step.unit):
-                yield step.unit
+        made, shared = self._made, self._shared
+        for op, unit, _ in self._lowering.ordered(self._place[0], self._stage, peer):
+            if op is made and peer in shared(unit):
+                yield unit
 
 
 def _overlaps(size: int, mine: int, replica: int, theirs: int) -> _Shared:

@@ -99,7 +99,7 @@ def one_step_a_unit(
             unit = update * copies + replica if batches.rounds else update
             # A round at the end of a segment may have no unit for this replica, which still joins
             # the reduction.
-            if batches.size(pipeline, unit):
+            if unit < len(batches.sizes):
                 yield Compute(op, unit, used)
             if op == Op.B:
                 yield from _close(update, used, norm=False)

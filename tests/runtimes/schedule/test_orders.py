@@ -8,9 +8,9 @@ import pytest
 
 from runtimes.pipedream import PipeDream
 from runtimes.plan import Plan
-from runtimes.schedule import Batches, Program, grid, validate, warm_up
+from runtimes.schedule import Batches, Program, validate, warm_up
 from runtimes.schedule.action import COMPUTE, Op
-from runtimes.schedule.rendering import time_slots
+from runtimes.simulation.grid import grid
 from runtimes.system import System, evaluation_program
 from runtimes.systems import SYSTEMS, get_system, system_options
 from tests.random_schedules import fitting_plan, random_plan
@@ -52,19 +52,6 @@ def test_dapples_policy_b_runs_more_forwards_ahead() -> None:
             ".  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3",
         ]
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("units", [1, 2, 5, 8, 32])
-@pytest.mark.parametrize("name", ["gpipe", "dapple"])
-def test_the_bubble_is_the_papers_closed_form(name: str, stages: int, units: int) -> None:
-    """(S − 1) / (M + S − 1) at equal stages and free communication."""
-    plan = Plan.even(stages, stages, micro_batches=units)
-    program = get_system(name).program(plan, (units,))
-    rows = time_slots(program)
-    end = max(last for row in rows for _, _, last in row)
-    busy = sum(last - first for row in rows for _, first, last in row)
-    assert 1 - busy / (end * stages) == pytest.approx((stages - 1) / (units + stages - 1))
 
 
 def test_warm_up_counts() -> None:
