@@ -19,8 +19,7 @@ SCHEMA = "pipebench.simulation/1"
 CAPTION = (
     "Steady state, one batch after the other; ÷ dp at the same batch size and bandwidth. Links: "
     "the share of their nominal bandwidth that they reach. Idle and exposed (communication, "
-    "reduction): percent of the wall time of {batches} batches from an empty pipeline, mean over "
-    "devices. GB: of the fullest device."
+    "reduction): percent of the time, mean over devices. GB: of the fullest device."
 )
 
 
@@ -121,8 +120,7 @@ def tables(results_dir: Path) -> tuple[Table, ...]:
 
 def _view(study: Study) -> View:
     rows = study.rows
-    batches = "/".join(f"{n:.0f}" for n in sorted(set(rows["segment_batches"].dropna())))
-    caption = [CAPTION.format(batches=batches), study.inputs]
+    caption = [CAPTION, study.inputs]
     if study.paper is not None:
         paper = study.paper
         caption.append(

@@ -220,7 +220,12 @@ def simulate_(
     cluster: Annotated[
         str, typer.Option(metavar="FILE", help="A cluster file, or a name in experiments/clusters.")
     ],
-    profile: Annotated[Path, typer.Option(metavar="FILE", help="As of `pipebench profile`.")],
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="As of `pipebench profile`; default: computed for its devices."
+        ),
+    ] = None,
     batch_sizes: Annotated[
         str, typer.Option(metavar="N,…", help="In the place of train.batch_size.")
     ] = "",

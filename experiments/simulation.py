@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.clusters import load_cluster
+from experiments.clusters import load_cluster, read_cluster
 from experiments.config import Config
 from experiments.errors import UserError, one_line
 from experiments.identity import run_id
 from experiments.loading import load
 from experiments.memory import largest_batch, memory_peaks_of
-from experiments.resolve import image_of, job_of, layers_of, tasks_of
-from runtimes.job import DataSpec, Job, Task
+from experiments.resolve import image_of, job_of, layers_of, stack_of, tasks_of
+from runtimes.job import DataSpec, Job, ModelSpec, Task
 from runtimes.planning.profile import Profile, optimizer_key
 from runtimes.schedule import Program
 from runtimes.simulation.cluster import Cluster
 from runtimes.simulation.costs import ProfileCosts
-from runtimes.simulation.simulator import Simulation, simulate, steady_seconds
+from runtimes.simulation.simulator import simulate, steady
 from runtimes.systems import schedule_of
 
 __all__ = ["Request", "simulation_document", "simulation_rows"]
@@ -28,13 +28,13 @@ __all__ = ["Request", "simulation_document", "simulation_rows"]
 
 @dataclass(frozen=True)
 class Request:
-    """``batch_sizes``: the config's own if empty; ``bandwidth_shares``: what links reach of their
-    bandwidth, each in turn."""
+    """``profile``: None to compute one for the cluster's devices; ``batch_sizes``: the config's own
+    if empty; ``bandwidth_shares``: what links reach of their bandwidth, each in turn."""
 
     config: str
     settings: Sequence[str]
     cluster: str
-    profile: Path
+    profile: Path | None = None
     batch_sizes: Sequence[int] = ()
     bandwidth_shares: Sequence[float] = (1.0,)
 
@@ -42,12 +42,12 @@ class Request:
 def simulation_document(request: Request) -> dict[str, Any]:
     """Of schema pipebench.simulation/1; UserError for what cannot be simulated."""
     try:
-        cluster, profile = load_cluster(request.cluster), Profile.load(request.profile)
+        cluster = load_cluster(request.cluster)
         scaled = {share: cluster.with_bandwidth(share) for share in request.bandwidth_shares}
         named = load(request.config, request.settings)
-        rows = [row for config in _configs(request) for row in _rows_of(config, profile, scaled)]
-    except OSError as error:
-        raise UserError(f"cannot read profile {request.profile}: {error.strerror}") from None
+        configs = list(_configs(request))
+        profile = _profile(request, configs)
+        rows = [row for config in configs for row in _rows_of(config, profile, scaled)]
     except ValueError as error:
         raise UserError(one_line(error)) from None
     if all(row["status"] == "oom" for row in rows):
@@ -74,6 +74,33 @@ def _configs(request: Request) -> Iterator[Config]:
     sizes = [[f"train.batch_size={size}"] for size in request.batch_sizes] or [[]]
     for extra in sizes:
         yield load(request.config, [*request.settings, *extra])
+
+
+def _profile(request: Request, configs: Sequence[Config]) -> Profile:
+    """Of a file, or of what the cluster's devices could do at most; UserError for neither."""
+    if request.profile is not None:
+        return Profile.load(request.profile)
+    from runtimes.planning.device_specs import device_spec
+    from runtimes.planning.roofline import analytic_profile
+
+    kinds = {node.device for node in read_cluster(request.cluster).nodes}
+    device = kinds.pop()
+    if device is None or kinds:
+        raise UserError(
+            f"{request.cluster} does not say of which one kind its devices are: set nodes.device, "
+            "or give --profile"
+        )
+    config, largest = configs[0], max(config.train.batch_size for config in configs)
+    # Every size that a unit may have lies between two of these.
+    sizes = sorted({1 << power for power in range(largest.bit_length())} | {largest})
+    return analytic_profile(
+        ModelSpec(config.model.name, config.model.args),
+        stack_of(config),
+        image_of(config),
+        sizes,
+        device_spec(device),
+        precision=config.train.precision,
+    )
 
 
 def _rows_of(
@@ -125,11 +152,11 @@ def _too_much(config: Config, job: Job, task: Task, cluster: Cluster) -> str | N
     """Why the task does not fit on the cluster's devices, and what would."""
 
     def lacking(job: Job) -> tuple[int, int] | None:
-        """The first rank that needs more than it has, and what it needs."""
-        for rank, peak in enumerate(memory_peaks_of(config, job, task)):
-            if peak.total > cluster.memory_bytes(rank):
-                return rank, peak.total
-        return None
+        """The rank that lacks most, and what it needs."""
+        needs = [peak.total for peak in memory_peaks_of(config, job, task)]
+        lacks = [needed - cluster.memory_bytes(rank) for rank, needed in enumerate(needs)]
+        worst = max(range(len(needs)), key=lacks.__getitem__)
+        return (worst, needs[worst]) if lacks[worst] > 0 else None
 
     found = lacking(job)
     if found is None:
@@ -156,25 +183,15 @@ def _times(job: Job, task: Task, profile: Profile, cluster: Cluster) -> dict[str
     steps = len(job.batches(task, job.bench.steps if job.bench else 1))
     segment = simulate(program(steps), cluster, costs, keep=False)
     # Enough to fill the pipeline, and for every replica to have its turn.
-    full = 2 * task.plan.world_size
-    batch_seconds = steady_seconds(program, cluster, costs, full)
+    full = steady(program, cluster, costs, 2 * task.plan.world_size)
     return {
         "status": "ok",
         "why": None,
         "segment_batches": steps,
         "segment_seconds": segment.makespan_seconds,
-        "batch_seconds": batch_seconds,
-        "images_per_s": size / batch_seconds,
-        "parts": _mean_parts(segment),
-    }
-
-
-def _mean_parts(segment: Simulation) -> dict[str, float]:
-    """Shares of the segment's wall time, mean over ranks."""
-    ranks, wall = len(segment.parts), segment.makespan_seconds
-    return {
-        name: sum(parts[name] for parts in segment.parts) / ranks / wall
-        for name in segment.parts[0]
+        "batch_seconds": full.batch_seconds,
+        "images_per_s": size / full.batch_seconds,
+        "parts": full.shares,
     }
 
 

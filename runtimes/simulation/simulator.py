@@ -38,7 +38,7 @@ from runtimes.simulation.costs import Costs
 from runtimes.simulation.network import Message, Network
 from runtimes.simulation.state import Head, Joint, Lane, Rank, Sent, Timed
 
-__all__ = ["Simulation", "Timed", "simulate", "steady_seconds"]
+__all__ = ["Simulation", "Steady", "Timed", "simulate", "steady"]
 
 #: A norm's sum of squares is one float32.
 _NORM_BYTES = 4
@@ -67,16 +67,28 @@ def simulate(program: Program, cluster: Cluster, costs: Costs, *, keep: bool = T
     return _Simulator(program, cluster, costs, keep).run()
 
 
-def steady_seconds(
-    make: Callable[[int], Program], cluster: Cluster, costs: Costs, batches: int
-) -> float:
-    """Of one batch more when the pipeline is full: ``make(n)`` is the program of n batches, and
-    ``batches`` of them fill it."""
-    short, long = (
-        simulate(make(number), cluster, costs, keep=False).makespan_seconds
-        for number in (batches, 2 * batches)
-    )
-    return (long - short) / batches
+@dataclass(frozen=True)
+class Steady:
+    """``batch_seconds``: of one batch more when the pipeline is full; ``shares``: of that, by part,
+    mean over ranks."""
+
+    batch_seconds: float
+    shares: dict[str, float]
+
+
+def steady(make: Callable[[int], Program], cluster: Cluster, costs: Costs, batches: int) -> Steady:
+    """``make(n)`` is the program of n batches, and ``batches`` of them fill the pipeline."""
+    short, long = (simulate(make(n), cluster, costs, keep=False) for n in (batches, 2 * batches))
+    wall = long.makespan_seconds - short.makespan_seconds
+    ranks = len(long.parts)
+    shares = {
+        name: (_total(long, name) - _total(short, name)) / ranks / wall for name in long.parts[0]
+    }
+    return Steady(wall / batches, shares)
+
+
+def _total(simulation: Simulation, part: str) -> float:
+    return sum(parts[part] for parts in simulation.parts)
 
 
 class _Simulator:

@@ -51,6 +51,15 @@ def uniform(path: Path, sizes: Sequence[int] = (1, 64), **changes: Any) -> Path:
     return path
 
 
+def test_without_a_profile_the_devices_are_computed(tmp_path: Path) -> None:
+    known = cluster(tmp_path / "c.toml", 'device = "a100-80gb"')
+    document = simulation_document(Request(CONFIG, (), known))
+    assert document["profile"]["source"] == "analytic"
+    assert document["profile"]["provenance"]["compute_efficiency"] < 1
+    with pytest.raises(UserError, match="set nodes.device, or give --profile"):
+        simulation_document(Request(CONFIG, (), cluster(tmp_path / "d.toml")))
+
+
 def cluster(path: Path, memory: str = "memory_bytes = 1e12", devices: int = 2) -> str:
     text = f'name = "c"\n[[nodes]]\ndevices = {devices}\n{memory}\n'
     path.write_text(f"{text}[inside]\nbandwidth_bytes_per_s = 1e15\n")
@@ -131,7 +140,7 @@ def test_sizes_clusters_and_files_that_cannot_be(tmp_path: Path) -> None:
     for request, said in (
         (replace(good, profile=uniform(tmp_path / "q.json", (64, 128))), "profiled for 64, 128"),
         (replace(good, profile=cut), "is no whole JSON document"),
-        (replace(good, profile=tmp_path / "none.json"), "cannot read profile"),
+        (replace(good, profile=tmp_path / "none.json"), "cannot read the profile"),
         (replace(good, cluster=cluster(tmp_path / "1.toml", devices=1)), "c has 1 devices"),
         (
             replace(good, cluster=cluster(tmp_path / "2.toml", "memory_bytes = 1e6")),

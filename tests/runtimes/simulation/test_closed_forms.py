@@ -15,7 +15,7 @@ from runtimes.simulation import network, simulator
 from runtimes.simulation.cluster import Cluster
 from runtimes.simulation.costs import UniformCosts
 from runtimes.simulation.network import Message, Network
-from runtimes.simulation.simulator import simulate, steady_seconds
+from runtimes.simulation.simulator import simulate, steady
 from runtimes.systems import get_system
 from tests.runtimes.simulation.closed_forms import CHECKS, bubble_of
 
@@ -55,12 +55,12 @@ def test_a_batch_more_takes_its_period() -> None:
     plan = Plan.even(3, 3, micro_batches=4)
     for system, expected in [("dapple", (4 + 3 - 1) * 3.0 + 0.5), ("pipedream_2bw", 4 * 3.0 + 0.5)]:
         make = partial(program_of, system, plan)
-        found = steady_seconds(make, Cluster.ideal(3), UniformCosts(plan, **costs), 8)
+        found = steady(make, Cluster.ideal(3), UniformCosts(plan, **costs), 8).batch_seconds
         assert found == expected
     plan = Plan.even(3, 3)
     unequal = UniformCosts(plan, (1.0, 2.0, 1.0), (2.0, 4.0, 2.0), **costs)
     make = partial(program_of, "ashpipe", plan)
-    assert steady_seconds(make, Cluster.ideal(3), unequal, 8) == 6.0 + 0.5
+    assert steady(make, Cluster.ideal(3), unequal, 8).batch_seconds == 6.0 + 0.5
 
 
 def program_of(system: str, plan: Plan, batches: int) -> Program:
