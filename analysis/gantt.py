@@ -24,12 +24,12 @@ KINDS = {"F": "F", "R": "R", "B": "B", "REDUCE": "reduce", "NORM": "reduce", "ST
 """What is drawn, by operation; messages are not: where a rank waits for one there is a gap."""
 FILLS = {
     "F": "#f1ece2",
-    "R": "#ffffff",
+    "R": COLORS["overhead"],
     "B": COLORS["compute"],
     "reduce": COLORS["reduce"],
     "step": COLORS["optimizer"],
 }
-MARKS = {"F": "", "R": "////", "B": "", "reduce": HATCHES["reduce"], "step": HATCHES["optimizer"]}
+MARKS = {"F": "", "R": "", "B": "", "reduce": HATCHES["reduce"], "step": HATCHES["optimizer"]}
 """Kinds differ in grey as well."""
 WORDS = {"F": "forward", "R": "recomputation", "B": "backward", "reduce": "reduce", "step": "step"}
 MOST_BARS = 160

@@ -18,7 +18,7 @@ from runtimes.timeline import Cut, Timed, Timeline, batch_of
 
 __all__ = ["MOST_ACTIONS", "RankTimes", "collect", "joined", "rank_times", "whole_batches"]
 
-#: Of all ranks together, in the trace of a run: a file of about 8 MB.
+#: Of all ranks together, in the trace of a run: about 4 MB, written in less than a second.
 MOST_ACTIONS = 20_000
 
 

@@ -143,6 +143,8 @@ def _trace(team: Team, task: Task, segment: Segment, run_dir: Path) -> None:
     timeline = team.timeline(task.label, segment, words)
     if timeline is not None:
         write_trace(run_dir / TRACE_FILE, [timeline])
+    # The others would begin the next segment, and wait in it for process 0, which is still writing.
+    team.gather(None)
 
 
 def _due(job: Job, epoch: int, every: int) -> bool:

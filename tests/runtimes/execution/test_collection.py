@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,12 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from runtimes.execution import benchmark, distributed, trace, worker
+from runtimes.execution import benchmark, distributed, trace, training, worker
 from runtimes.execution.collection import RankTimes, collect, joined, rank_times, whole_batches
 from runtimes.execution.distributed import DistributedEngine
 from runtimes.execution.engine import Engine, Segment
 from runtimes.execution.inprocess import InProcess
+from runtimes.execution.team import DistributedTeam
 from runtimes.execution.trace import Clocked, Trace
 from runtimes.job import BenchSpec, Job, Task
 from runtimes.model.stack import build_stack
@@ -220,6 +222,35 @@ def test_a_training_run_leaves_the_trace_of_its_first_segment(tmp_path: Path, da
     cut_back(run_dir)
     run_ranks(2, train, run_dir, data, job_of(TWO, 3))
     assert (run_dir / "trace.json").read_bytes() == before, "it goes on, and keeps its trace"
+
+
+def train_while_the_disk_is_slow(
+    rank: int, world_size: int, run_dir: Path, data: Path, job: Job
+) -> list[bool]:
+    """Whether the trace was there when a segment began."""
+    there: list[bool] = []
+    write, begin = training.write_trace, DistributedTeam.train
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.3)
+        write(*arguments)
+
+    def noted(team: DistributedTeam, segment: Segment) -> Any:
+        there.append((run_dir / "trace.json").exists())
+        return begin(team, segment)
+
+    training.write_trace = slow  # type: ignore[assignment]
+    DistributedTeam.train = noted  # type: ignore[method-assign]
+    train(rank, world_size, run_dir, data, job)
+    return there
+
+
+def test_nobody_waits_in_a_segment_for_the_trace_of_the_one_before(
+    tmp_path: Path, data: Path
+) -> None:
+    job = job_of(TWO, 2, evaluate_every=9, checkpoint_every=9)
+    run_dir = tmp_path / "run"
+    assert run_ranks(2, train_while_the_disk_is_slow, run_dir, data, job) == [[False, True]] * 2
 
 
 def test_a_run_that_starts_from_another_traces_its_own_first_segment(
