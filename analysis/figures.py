@@ -26,7 +26,7 @@ from analysis.statistics import interval
 from analysis.tasks import synchronous, training
 from analysis.throughput import SHARES, Comparison, compare
 
-__all__ = ["FIGURES", "write_figure"]
+__all__ = ["COLORS", "FIGURES", "HATCHES", "INK", "ROUND", "WIDTH_IN", "save", "write_figure"]
 
 STYLE = {
     "font.size": 8,
@@ -57,6 +57,8 @@ HATCHES = dict(zip(SHARES, ("", "xxx", "////", "\\\\\\\\", "...", "", "", "|||")
 """Of the parts of the wall time: they differ in grey as well."""
 CURVES = ("#1f4e79", "#c0504d", "#e0a030", "#4f6b3a", "#8064a2", "#3aa0a0", "#7f7f7f")
 NOTHING = "no {} among the records has {}: run ./reproduce.sh first"
+TRACED = "gantt"
+"""The figure that is not of records: see analysis.gantt."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
@@ -68,17 +70,25 @@ def write_figure(name: str, results_dir: Path, out_dir: Path) -> list[Path]:
     Raises:
         ValueError: no such figure, nothing recorded to draw, or a broken record.
     """
+    if name == TRACED:
+        raise ValueError(f"figure {name} draws traces: name one or more runs with --trace")
     if name not in FIGURES:
-        near = difflib.get_close_matches(name, FIGURES, n=2, cutoff=0.4) or sorted(FIGURES)
+        names = (*FIGURES, TRACED)
+        near = difflib.get_close_matches(name, names, n=2, cutoff=0.4) or sorted(names)
         raise ValueError(f"unknown figure {name!r}: did you mean {' or '.join(near)}?")
     records = load_records(results_dir)
     fresh = records.runs[records.runs["source"] == ""]
     records = records if fresh.empty else replace(records, runs=fresh)
+    return save(name, out_dir, lambda: FIGURES[name](records))
+
+
+def save(name: str, out_dir: Path, draw: Callable[[], Figure]) -> list[Path]:
+    """What ``draw`` draws, in the one style of all figures, as PDF and PNG in ``out_dir``."""
     paths = [out_dir / f"{name}.pdf", out_dir / f"{name}.png"]
     with mpl.rc_context():
         mpl.rcdefaults()  # a matplotlibrc of the machine must not change the bytes
         sns.set_theme("paper", "ticks", "deep", font="DejaVu Sans", rc=STYLE)
-        figure = FIGURES[name](records)
+        figure = draw()
         out_dir.mkdir(parents=True, exist_ok=True)
         # Dates and versions are the only bytes that would differ from one run to the next.
         figure.savefig(paths[0], metadata={"CreationDate": None, "Producer": None, "Creator": None})

@@ -351,9 +351,35 @@ def tables(json_: Json = False) -> int:
 @app.command()
 def figure(
     name: Annotated[str, typer.Argument(metavar="NAME", help="E.g. throughput.")],
+    traces: Annotated[
+        list[str] | None,
+        typer.Option("--trace", metavar="RUN", help="For gantt: whose trace, as of `trace`."),
+    ] = None,
     json_: Json = False,
 ) -> int:
-    """Draw a figure of all records, as PDF and PNG, and print where it is."""
+    """Draw a figure of all records, as PDF and PNG, and print where it is.
+
+    The figure gantt is drawn of traces instead: --trace names a run or a file, once or more often.
+    """
     from experiments.commands import draw_figure
 
-    return _show(draw_figure(name), json_)
+    return _show(draw_figure(name, traces or ()), json_)
+
+
+@app.command()
+def trace(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="Id or directory of a run or of a contender, or a trace's file."
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write a copy there.")
+    ] = None,
+    json_: Json = False,
+) -> int:
+    """Say where the trace of a run is, and what is in it; ui.perfetto.dev draws it."""
+    from experiments.commands import show_trace
+
+    return _show(show_trace(run, output), json_)

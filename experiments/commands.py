@@ -47,6 +47,7 @@ __all__ = [
     "run_config",
     "run_configs",
     "run_matrix",
+    "show_trace",
     "simulate_config",
 ]
 
@@ -228,11 +229,40 @@ def make_tables() -> Answer:
     return Answer(document, text)
 
 
-def draw_figure(name: str) -> Answer:
-    from analysis.figures import write_figure
-
+def draw_figure(name: str, traces: Sequence[str] = ()) -> Answer:
+    """``traces``: runs or files, for the figure that is drawn of them."""
     root = results_root()
+    if traces and name != "gantt":
+        raise UserError(f"figure {name} is drawn of records: --trace is for gantt")
     with _records():
-        paths = [str(path) for path in write_figure(name, root, root / "figures")]
-    document = {"schema": "pipebench.figure/1", "name": name, "files": paths}
-    return Answer(document, "\n".join(paths))
+        if traces:
+            paths = _draw_gantt(traces)
+        else:
+            from analysis.figures import write_figure
+
+            paths = write_figure(name, root, root / "figures")
+    files = [str(path) for path in paths]
+    document = {"schema": "pipebench.figure/1", "name": name, "files": files}
+    return Answer(document, "\n".join(files))
+
+
+def _draw_gantt(traces: Sequence[str]) -> list[Path]:
+    from analysis.gantt import write_gantt
+    from experiments.traces import find_trace
+
+    store = Store(results_root())
+    found = [find_trace(given, store) for given in traces]
+    sources = [(item.file, item.label) for item in found]
+    return write_gantt(f"gantt-{found[0].name}", sources, store.root / "figures")
+
+
+def show_trace(given: str, output: Path | None) -> Answer:
+    """What is in the trace of a run; ``output``: where a copy of it goes."""
+    from experiments.traces import copy_trace, find_trace, timelines_of, trace_text, traces_document
+
+    found = find_trace(given, Store(results_root()))
+    timelines = timelines_of(found)
+    if output is not None:
+        copy_trace(timelines, output)
+    document = traces_document(output or found.file, timelines)
+    return Answer(document, trace_text(document))

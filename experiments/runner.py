@@ -175,7 +175,7 @@ def _attempt(
     _describe(config, run, found)
     earlier = [event["attempt"] for event in run.events() if event["event"] == "launch"]
     run.cut_events(0 if manifest is None else manifest.events)
-    run.forget_attempt()
+    run.forget_attempt(resumed=manifest is not None)
     run.write_json("job.json", job.to_json())
     start = {
         "event": "launch",

@@ -17,6 +17,7 @@ from typing import Any
 from experiments.errors import UserError
 from runtimes.execution.events import drop_torn_line
 from runtimes.manifest import write_whole
+from runtimes.tracing import TRACE_FILE
 
 __all__ = ["Lock", "RunDirectory", "Store", "writing"]
 
@@ -106,11 +107,14 @@ class RunDirectory:
         with writing(self.path / "events.jsonl"):
             write_whole(self.path / "events.jsonl", b"".join(self._lines()[:lines]))
 
-    def forget_attempt(self) -> None:
-        """Remove what ranks of an earlier attempt left to explain their end."""
+    def forget_attempt(self, *, resumed: bool) -> None:
+        """Remove what ranks of an earlier attempt left to explain their end, and, unless the run is
+        ``resumed`` from it, their trace."""
+        patterns = ["error-*.json", "ranks/*.status", *([] if resumed else [TRACE_FILE])]
         with writing(self.path):
-            for file in (*self.path.glob("error-*.json"), *self.path.glob("ranks/*.status")):
-                file.unlink(missing_ok=True)
+            for pattern in patterns:
+                for file in self.path.glob(pattern):
+                    file.unlink(missing_ok=True)
 
 
 class Lock:

@@ -21,6 +21,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from runtimes.plan import Plan
+from runtimes.tracing import write_trace
+from tests.timelines import program_of, timeline_of
+
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LOCK = ROOT / "requirements" / "lock-py311-linux-x86_64.txt"
@@ -381,7 +385,19 @@ def test_a_rank_watches_its_agent_before_it_loads_torch() -> None:
 
 
 def test_schedules_load_without_torch() -> None:
-    assert not loaded("import runtimes.schedule, runtimes.plan, runtimes.job") & {"torch", "numpy"}
+    names = "runtimes.schedule, runtimes.plan, runtimes.job, runtimes.tracing"
+    assert not loaded(f"import {names}") & {"torch", "numpy"}
+
+
+def test_a_gantt_figure_is_drawn_without_torch_or_runtimes(tmp_path: Path) -> None:
+    write_trace(
+        tmp_path / "trace.json", [timeline_of(program_of(Plan.even(2, 2, micro_batches=2)))]
+    )
+    statement = "from pathlib import Path\nfrom analysis.gantt import write_gantt\n"
+    statement += f"folder = Path({str(tmp_path)!r})\n"
+    statement += "write_gantt('gantt', [(folder / 'trace.json', None)], folder)"
+    assert not loaded(statement) & {"torch", "runtimes", "experiments"}
+    assert (tmp_path / "gantt.png").stat().st_size > 10_000
 
 
 # ---- what must not be in a tracked file --------------------------------------------------------

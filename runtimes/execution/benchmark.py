@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from runtimes.execution.collection import MOST_ACTIONS, collect
 from runtimes.execution.engine import Engine, Segment, SegmentReport
 from runtimes.execution.events import EventLog
 from runtimes.execution.rehearsal import Rehearsal, Slice
@@ -18,6 +19,7 @@ from runtimes.execution.team import gather
 from runtimes.execution.training import rank_entries
 from runtimes.job import Job, Task
 from runtimes.systems import schedule_of
+from runtimes.tracing import TRACE_FILE, write_trace
 
 __all__ = ["run_benchmark"]
 
@@ -68,6 +70,28 @@ def run_benchmark(
             }
             if dist.get_rank() == 0:
                 log.write([event])
+    note("trace")
+    _trace(engines, job, done, run_dir)
+
+
+def _trace(engines: Sequence[Engine], job: Job, done: Sequence[int], run_dir: Path) -> None:
+    """Of each contender's last round, which its engine still knows: nothing is timed any more.
+    ``done[i]``: batches that contender i has trained."""
+    spec = job.bench
+    assert spec is not None
+    found = [
+        collect(
+            engine,
+            task.label,
+            first=trained - len(job.batches(task, spec.steps)),
+            words=f"round {spec.rounds - 1}",
+            most_actions=MOST_ACTIONS // len(engines),
+        )
+        for engine, task, trained in zip(engines, job.tasks, done, strict=True)
+    ]
+    timelines = [timeline for timeline in found if timeline is not None]
+    if timelines:
+        write_trace(run_dir / TRACE_FILE, timelines)
 
 
 def _bound(task: Task, rehearsal: Rehearsal, number: int, steps: int) -> float:

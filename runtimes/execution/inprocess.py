@@ -172,6 +172,7 @@ class InProcess:
                 self.system,
                 before=before,
                 keep_gradients=keep_gradients,
+                timed=False,
             )
             for rank in range(task.plan.world_size)
         ]

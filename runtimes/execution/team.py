@@ -11,11 +11,13 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from runtimes.execution.collection import collect
 from runtimes.execution.engine import Accuracy, Engine, Feed, Segment, SegmentReport
 from runtimes.execution.handover import redistribute
 from runtimes.execution.inprocess import InProcess
 from runtimes.model.stack import LayerStack
 from runtimes.plan import Plan
+from runtimes.timeline import Timeline
 
 __all__ = ["DistributedTeam", "InProcessTeam", "Team", "gather"]
 
@@ -42,6 +44,10 @@ class Team(Protocol):
 
     def train(self, segment: Segment) -> Sequence[SegmentReport]:
         """The reports of all ranks, in their order."""
+
+    def timeline(self, label: str, segment: Segment, words: str) -> Timeline | None:
+        """What was done when in the segment just trained, which ``words`` name: for process 0,
+        if the system tells it and time means anything."""
 
     def evaluate(self, feed: Feed, samples: int, batch_size: int) -> Sequence[Accuracy]:
         """Shares that add up to the whole."""
@@ -70,6 +76,9 @@ class DistributedTeam:
 
     def train(self, segment: Segment) -> Sequence[SegmentReport]:
         return gather(self._engine.train(segment))
+
+    def timeline(self, label: str, segment: Segment, words: str) -> Timeline | None:
+        return collect(self._engine, label, first=segment.first, words=words)
 
     def evaluate(self, feed: Feed, samples: int, batch_size: int) -> Sequence[Accuracy]:
         return gather(self._engine.evaluate(feed, samples, batch_size))
@@ -103,6 +112,9 @@ class InProcessTeam:
 
     def train(self, segment: Segment) -> Sequence[SegmentReport]:
         return self._engine.train(segment)
+
+    def timeline(self, label: str, segment: Segment, words: str) -> Timeline | None:
+        return None
 
     def evaluate(self, feed: Feed, samples: int, batch_size: int) -> Sequence[Accuracy]:
         return [self._engine.evaluate(feed, samples, batch_size)]

@@ -42,14 +42,15 @@ class Clocked(NamedTuple):
 
 @dataclass
 class Trace:
-    """The actions of one rank in one segment."""
+    """The actions of one rank in one segment; none where nobody is to read them (``kept``)."""
 
     start: int = 0
     end: int = 0
     clocked: list[Clocked] = field(default_factory=list)
+    kept: bool = True
 
-    def begin(self) -> None:
-        self.clocked = []
+    def begin(self, *, kept: bool = True) -> None:
+        self.clocked, self.kept = [], kept
         self.start = perf_counter_ns()
 
     def finish(self) -> None:

@@ -17,6 +17,7 @@ from runtimes.execution.team import Team
 from runtimes.job import Job, Task
 from runtimes.plan import Plan
 from runtimes.systems import SYSTEMS, get_system
+from runtimes.tracing import TRACE_FILE, write_trace
 
 __all__ = ["DivergedError", "rank_entries", "run_training"]
 
@@ -46,13 +47,15 @@ def rank_entries(
 class _Start:
     """Where a run begins, or goes on: ``step`` updates are done, ``state`` is None for none.
 
-    ``accuracies``: of the evaluations so far; ``switched``: the switch has been made.
+    ``accuracies``: of the evaluations so far; ``switched``: the switch has been made; ``again``: it
+    goes on from a checkpoint of its own.
     """
 
     step: int
     state: Mapping[str, Any] | None
     accuracies: list[float]
     switched: bool
+    again: bool = False
 
 
 def _start(job: Job, run_dir: Path, log: EventLog) -> _Start:
@@ -70,7 +73,8 @@ def _start(job: Job, run_dir: Path, log: EventLog) -> _Start:
         return _Start(0, None, [], False)
     past = [event for event in log.events() if event.get("step", 0) <= found[0]]
     accuracies = [event["accuracy"] for event in past if event["event"] == "evaluation"]
-    return _Start(*found, accuracies, any(event["event"] == "switch" for event in past))
+    switched = any(event["event"] == "switch" for event in past)
+    return _Start(*found, accuracies, switched, again=True)
 
 
 def run_training(
@@ -98,6 +102,7 @@ def run_training(
     team = build(task)
     if start.state is not None:
         team.load(start.state, start.step)
+    traced = start.again  # Of the run's first segment.
     del start  # Its tensors are loaded.
     while epoch < job.epochs:
         first, epoch = epoch, _next_drain(job, task, epoch)
@@ -107,6 +112,9 @@ def run_training(
         reports = team.train(segment)
         losses = _losses(reports, segment)
         _record(team, log, _segment_events(job, team, segment, per_epoch, losses, reports))
+        if not traced:
+            _trace(team, task, segment, run_dir)
+            traced = True
         _check_finite(losses)
         if _due(job, epoch, job.evaluate_every):
             note("evaluation")
@@ -128,6 +136,15 @@ def run_training(
             note("checkpoint")
             _record(team, log, [{"event": "checkpoint", "step": done}])
             save_state(run_dir, done, team, log.lines)
+
+
+def _trace(team: Team, task: Task, segment: Segment, run_dir: Path) -> None:
+    words = f"updates {segment.first} … {segment.first + len(segment.batches) - 1}"
+    timeline = team.timeline(task.label, segment, words)
+    if timeline is not None:
+        write_trace(run_dir / TRACE_FILE, [timeline])
+    # The others would begin the next segment, and wait in it for process 0, which is still writing.
+    team.gather(None)
 
 
 def _due(job: Job, epoch: int, every: int) -> bool:

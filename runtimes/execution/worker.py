@@ -44,7 +44,8 @@ class _Head:
 class Worker:
     """One rank: its stage's weights and the actions on them.
 
-    ``before`` is called with each action before it is performed (status file, tests).
+    ``before`` is called with each action before it is performed (status file, tests).  ``timed``:
+    whether its time means anything, so that what it did and when is kept.
     """
 
     def __init__(
@@ -59,10 +60,11 @@ class Worker:
         *,
         before: Callable[[Action], None] | None = None,
         keep_gradients: bool = False,
+        timed: bool = True,
     ):
         self.job, self.plan, self.rank = job, task.plan, rank
         self.feed, self.endpoint, self.before = feed, endpoint, before
-        self.system = system
+        self.system, self.timed = system, timed
         self.stage_index, self.replica = task.plan.place(rank)
         self.stage = task.plan.stages[self.stage_index]
         self.device, self.dtype = torch.device(job.device), dtype_of(job.precision)
@@ -127,7 +129,8 @@ class Worker:
 
         The clock starts first: getting ready is part of the time that the runtime takes.
         """
-        self.trace.begin()
+        # Of an evaluation nobody asks when what was done.
+        self.trace.begin(kept=self.timed and program.training)
         self.program, self.first_step = program, first_step
         self.updates.start(program, first_step)
         self.active_feed = feed or self.feed
@@ -177,10 +180,12 @@ class Worker:
     def _act(self, action: Action) -> None:
         if self.before is not None:
             self.before(action)
-        cpu = thread_time_ns() if action.op in COMPUTE else None  # A system call.
+        kept = self.trace.kept
+        cpu = thread_time_ns() if kept and action.op in COMPUTE else None  # A system call.
         start = perf_counter_ns()
         waited = self._perform[action.op](action)
-        self.trace.add(action, start, cpu, waited or 0)
+        if kept:
+            self.trace.add(action, start, cpu, waited or 0)
         if self._awaited and action in self._awaited:
             self._done.add(action)
 
