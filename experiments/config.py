@@ -290,6 +290,18 @@ class Config(Section):
         return f"{self.system.name} → {self.switch.system.name}@{self.switch.moment}"
 
     @model_validator(mode="after")
+    def _a_norm_to_clip_by(self) -> Config:
+        optimizer = self.train.optimizer
+        to_come = self.waits_for is not None or "train.optimizer.clip" in (self.sweep or {})
+        # "global" says nothing: a recorded config has every default written down.
+        if optimizer.clip is None and optimizer.clip_by == "stage" and not to_come:
+            raise ValueError(
+                'train.optimizer.clip_by is "stage", but nothing is clipped: set '
+                "train.optimizer.clip to the largest norm, or leave clip_by out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _where_values_come_from(self) -> Config:
         given = [name for name in ("sweep", "best_of") if getattr(self, name) is not None]
         if self.bench is not None and given:

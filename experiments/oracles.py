@@ -28,7 +28,7 @@ from runtimes.system import FlushSystem
 __all__ = ["check_oracles", "oracle_error"]
 
 SEED = 5
-#: The rate falls to a half at the drain.
+#: The rate falls to a half after the first epoch.
 SGD = OptimizerSpec("sgd", lr=0.1, momentum=0.9, weight_decay=0.01)
 RATE = LearningRate("step", milestones=(1.0,), gamma=0.5)
 
@@ -100,7 +100,7 @@ def _trained(case: Case, stack: LayerStack, feed: MemoryFeed) -> dict[str, Tenso
         model=ModelSpec("oracle"),
         data=DataSpec("", ""),
         batch_size=EPOCH[0],
-        epochs=SEGMENTS,
+        epochs=SEGMENTS * case.epochs,
         seed=SEED,
         label_smoothing=0.1,
         optimizer=SGD,
@@ -109,7 +109,7 @@ def _trained(case: Case, stack: LayerStack, feed: MemoryFeed) -> dict[str, Tenso
     )
     engine = InProcess(job, task, stack, feed)
     for segment in range(SEGMENTS):
-        engine.train(Segment(segment * len(EPOCH), EPOCH))
+        engine.train(Segment(segment * len(case.batches), case.batches))
     weights: dict[str, Tensor] = engine.state()["weights"]
     return weights
 
@@ -121,7 +121,8 @@ def _reference(
     recipe = plain.Recipe(
         momentum=SGD.momentum, weight_decay=SGD.weight_decay, label_smoothing=0.1, seed=SEED
     )
-    steps = range(SEGMENTS * len(EPOCH))
+    segment = len(case.batches)
+    steps = range(SEGMENTS * segment)
     batches = []
     for step in steps:
         ids = feed.indices(step)
@@ -137,7 +138,7 @@ def _reference(
             weights,
             recipe,
             [(stage.first, stage.last) for stage in case.plan(layers).stages],
-            [batches[first : first + len(EPOCH)] for first in steps[:: len(EPOCH)]],
+            [batches[first : first + segment] for first in steps[::segment]],
             rates,
             **_arguments(case),
         )
@@ -147,7 +148,8 @@ def _reference(
 
 def _arguments(case: Case) -> dict[str, Any]:
     """What an oracle needs to know beside the recipe and the data.  An order of AshPipe's, or a
-    number of micro-batches, is nothing to it: they change no result."""
+    number of micro-batches, is nothing to it: they change no result.  It is told the segments."""
     if case.system == "pipedream":
-        return {"replicas": case.replicas, **case.options}
+        options = {name: value for name, value in case.options.items() if name != "drain"}
+        return {"replicas": case.replicas, **options}
     return {}

@@ -13,7 +13,7 @@ __all__ = ["LearningRate", "Optimizer", "Train"]
 
 class Optimizer(Section):
     """``clip``: largest norm of an update's gradients, ``clip_by`` that of the whole model or of
-    each stage."""
+    each stage, which says nothing without it."""
 
     name: Literal["sgd", "adamw"] = "sgd"
     lr: float = Field(default=0.1, ge=0)

@@ -104,7 +104,7 @@ class Blank:
     def __init__(self, case: Case):
         self.case = case
 
-    def batch_sizes(self, epoch: int) -> tuple[int, ...]:
+    def batch_sizes(self) -> tuple[int, ...]:
         return (self.case.batch,) * self.case.batches
 
     def indices(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:

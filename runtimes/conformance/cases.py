@@ -15,7 +15,7 @@ __all__ = ["CASES", "EPOCH", "EVALUATED", "EVALUATION_BATCH", "SEGMENTS", "Case"
 #: Samples of each batch of an epoch; the last has fewer than some stages have replicas, and is
 #: in one round of PipeDream's with others.
 EPOCH = (8, 8, 8, 8, 8, 8, 8, 3)
-#: Epochs, each a segment from one drain to the next.
+#: From one drain to the next, each followed by an evaluation.
 SEGMENTS = 2
 #: Samples that are evaluated after each segment, in units of EVALUATION_BATCH: the last is smaller.
 EVALUATED, EVALUATION_BATCH = 13, 5
@@ -25,7 +25,8 @@ EVALUATED, EVALUATION_BATCH = 13, 5
 class Case:
     """A system with its options on a plan, which is cut for the model at hand.
 
-    ``overlap``: backwards are cut into parts, so that reductions overlap them.
+    ``overlap``: backwards are cut into parts, so that reductions overlap them.  ``epochs``: between
+    two evaluations.
     """
 
     system: str
@@ -33,11 +34,17 @@ class Case:
     micro_batches: int = 1
     recompute: bool = False
     overlap: bool = False
+    epochs: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def stages(self) -> int:
         return len(self.replicas)
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Samples of each batch between two evaluations."""
+        return EPOCH * self.epochs
 
     @property
     def probes(self) -> int:
@@ -82,10 +89,12 @@ CASES = (
     Case("pipedream", STRAIGHT, recompute=True, options={"vertical_sync": True}),
     Case("pipedream", (2, 1)),
     Case("pipedream", (3, 1), recompute=True),
+    Case("pipedream", STRAIGHT, options={"drain": "run"}, epochs=2),
     Case("pipedream_2bw", STRAIGHT, 4),
     Case("pipedream_2bw", (2, 2), 3, recompute=True),
     Case("ashpipe", STRAIGHT),
     Case("ashpipe", STRAIGHT, recompute=True, options={"order": "published"}),
     Case("ashpipe", (2, 3), overlap=True),
     Case("ashpipe", (4, 3, 1)),
+    Case("ashpipe", STRAIGHT, options={"drain": "run"}, epochs=2),
 )

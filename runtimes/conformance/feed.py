@@ -21,7 +21,7 @@ class MemoryFeed:
     targets: Tensor
     sizes: tuple[int, ...]
 
-    def batch_sizes(self, epoch: int) -> tuple[int, ...]:
+    def batch_sizes(self) -> tuple[int, ...]:
         return self.sizes
 
     def indices(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -12,6 +12,7 @@ from runtimes.conformance.reading import Reading
 from runtimes.conformance.recorder import Recorder
 from runtimes.execution.engine import Segment
 from runtimes.execution.inprocess import InProcess
+from runtimes.execution.training import next_drain
 from runtimes.job import DataSpec, Job, ModelSpec, OptimizerSpec, Task
 from runtimes.model.stack import LayerStack
 
@@ -19,27 +20,34 @@ __all__ = ["observe"]
 
 
 def observe(case: Case) -> Properties:
-    """Train the case's segments, with an evaluation after each; whatever the run raises."""
-    samples = sum(EPOCH)
+    """Train as a run does, from drain to drain, with its evaluations; whatever the run raises.
+
+    Between two evaluations no sample comes twice, so that it tells which batch it was in.
+    """
+    samples = sum(case.batches)
     plan, recorder = case.plan(case.probes + 1), Recorder(samples)
     stack = LayerStack.from_module(probed_model(case.probes, recorder))
-    feed, validation = _feed(case, samples, EPOCH), _feed(case, EVALUATED, (EVALUATED,))
+    feed, validation = _feed(case, samples, case.batches), _feed(case, EVALUATED, (EVALUATED,))
     task = Task("conformance", case.system, plan, case.options)
     job = Job(
         tasks=(task,),
         model=ModelSpec("probes"),
         data=DataSpec("", ""),
         batch_size=EPOCH[0],
-        epochs=SEGMENTS,
+        epochs=SEGMENTS * case.epochs,
         optimizer=OptimizerSpec("sgd", lr=1.0),
         precision="float64",
+        evaluate_every=case.epochs,
+        checkpoint_every=case.epochs,
     )
     with recorder.watching_optimizers():
-        engine = InProcess(job, task, stack, feed)
-        for segment in range(SEGMENTS):
-            recorder.phase = segment
-            engine.train(Segment(segment * len(EPOCH), EPOCH))
-            engine.evaluate(validation, EVALUATED, EVALUATION_BATCH)
+        engine, epoch = InProcess(job, task, stack, feed), 0
+        while epoch < job.epochs:
+            first, epoch = epoch, next_drain(job, task, epoch)
+            engine.train(Segment(first * len(EPOCH), EPOCH * (epoch - first)))
+            if epoch % job.evaluate_every == 0:
+                engine.evaluate(validation, EVALUATED, EVALUATION_BATCH)
+            recorder.phase += 1
     return Reading(recorder, plan, case.probes, feed).properties()
 
 

@@ -12,7 +12,7 @@ __all__ = ["Properties", "Taken", "declared"]
 
 @dataclass(frozen=True)
 class Taken:
-    """What an update took in: ``batches`` by their place in the epoch, of whose samples ``once``
+    """What an update took in: ``batches`` by their place in the segment, of whose samples ``once``
     counted exactly once, and ``otherwise`` not at all or with another weight."""
 
     batches: tuple[int, ...]
@@ -43,12 +43,13 @@ class Properties:
 
 
 def declared(case: Case) -> Properties:
-    """What the system says of the case."""
+    """What the system says of the case: a segment is an epoch, or as long as the run lets it be."""
     system, plan = case.build(), case.plan(case.probes + 1)
     stages, segments = range(case.stages), range(SEGMENTS)
     # A segment begins with the versions that the one before has left.
     carried = [min(segment, 1) * system.carries for segment in segments]
-    programs = [system.program(plan, EPOCH, carried=versions) for versions in carried]
+    sizes = EPOCH if system.drain == "epoch" else case.batches
+    programs = [system.program(plan, sizes, carried=versions) for versions in carried]
     promises = [system.declared(plan, carried=versions) for versions in carried]
 
     def taken(program: Program, stage: int, update: int) -> Taken:

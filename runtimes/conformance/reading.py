@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from runtimes.conformance.cases import EPOCH, SEGMENTS
+from runtimes.conformance.cases import SEGMENTS
 from runtimes.conformance.feed import MemoryFeed
 from runtimes.conformance.properties import Properties, Taken
 from runtimes.conformance.recorder import SAMPLES, VERSION, Crossing, Recorder, Update
@@ -129,8 +129,8 @@ class Reading:
 
     def _taken_by(self, change: _Change) -> Taken:
         weights = change.weights
-        first = change.phase * len(EPOCH)
-        members = [self.feed.indices(first + place) for place in range(len(EPOCH))]
+        batches = len(self.feed.sizes)
+        members = [self.feed.indices(change.phase * batches + place) for place in range(batches)]
         places = [place for place, ids in enumerate(members) if weights.keys() & set(ids.tolist())]
         once = otherwise = 0
         for place in places:

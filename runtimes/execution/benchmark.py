@@ -1,7 +1,8 @@
 """A benchmark: several systems in one process group, measured alternately.
 
-Round i measures every system once, beginning with another one each time (A B C, B C A, …), so a
-drift of the machine's speed falls on all alike, and ratios are formed within a round.
+Round i measures every system once, in an order of its own (:mod:`runtimes.execution.turns`), so
+that a drift of the machine's speed, and what a system leaves to the next one, fall on all alike;
+ratios are formed within a round.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from runtimes.execution.events import EventLog
 from runtimes.execution.rehearsal import Rehearsal, Slice
 from runtimes.execution.team import gather
 from runtimes.execution.training import rank_entries
+from runtimes.execution.turns import turns
 from runtimes.job import Job, Task
 from runtimes.systems import schedule_of
 from runtimes.tracing import TRACE_FILE, write_trace
@@ -51,8 +53,7 @@ def run_benchmark(
         if spec.bound:
             rehearsals[index].measure(-1)
     for number in range(spec.rounds):
-        for position in range(len(engines)):
-            index = (number + position) % len(engines)
+        for position, index in enumerate(turns(len(engines), job.seed, number)):
             task = job.tasks[index]
             wall, reports = train(index, spec.steps)
             batches = job.batches(task, spec.steps)

@@ -336,7 +336,7 @@ class DistributedEngine:
     def state(self) -> Mapping[str, Any]:
         return self.worker.state()
 
-    def load(self, state: Mapping[str, Any], step: int) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         # Every rank may have been given its own share, and all have to know of the same versions.
         stashes: list[bool] = [False] * self.plan.world_size
         dist.all_gather_object(stashes, bool(state.get("stash")))

@@ -18,8 +18,8 @@ class Feed(Protocol):
     Steps count the whole run's updates from 0; indices are positions in the data set.
     """
 
-    def batch_sizes(self, epoch: int) -> tuple[int, ...]:
-        """Samples of each batch of an epoch; the last may be smaller."""
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Samples of each batch of an epoch, of any epoch; the last may be smaller."""
 
     def indices(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """(B,) sample indices of the batch of update ``step``."""
@@ -74,8 +74,8 @@ class Engine(Protocol):
         "stash": {parameter name: Tensor} of the version before, for systems that carry it over}
         of what this rank owns; empty on ranks whose copy another rank stores."""
 
-    def load(self, state: Mapping[str, Any], step: int) -> None:
-        """Take over what this rank needs of a merged state, at update ``step``."""
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over what this rank needs of a merged state."""
 
     def close(self) -> None:
         """The run goes on without this engine: give back what its transport holds."""

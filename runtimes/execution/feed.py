@@ -83,8 +83,8 @@ class ArrayFeed:
         self._augmenter = Augmenter(augmentation, seed, epochs, height, width)
         self._last_order: tuple[int, Indices] | None = None
 
-    def batch_sizes(self, epoch: int) -> tuple[int, ...]:
-        """Samples of each batch of an epoch, the same in all epochs; the last may be smaller."""
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Samples of each batch of an epoch, of any epoch; the last may be smaller."""
         full, rest = divmod(self.samples, self._batch_size)
         return (self._batch_size,) * full + ((rest,) if rest else ())
 

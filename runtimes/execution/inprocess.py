@@ -228,6 +228,6 @@ class InProcess:
                 merged[kind] |= share[kind]
         return merged
 
-    def load(self, state: Mapping[str, Any], step: int) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         for worker in self.workers:
             worker.load(state, carried=bool(state.get("stash")))

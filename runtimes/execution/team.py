@@ -55,7 +55,7 @@ class Team(Protocol):
     def state(self) -> Mapping[str, Any]:
         """As of an engine: what the ranks of this process own."""
 
-    def load(self, state: Mapping[str, Any], step: int) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         """As of an engine."""
 
     def hand_over(self, plan: Plan) -> Mapping[str, Any]:
@@ -86,8 +86,8 @@ class DistributedTeam:
     def state(self) -> Mapping[str, Any]:
         return self._engine.state()
 
-    def load(self, state: Mapping[str, Any], step: int) -> None:
-        self._engine.load(state, step)
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._engine.load(state)
 
     def hand_over(self, plan: Plan) -> Mapping[str, Any]:
         stages = [self._stack.tensor_names(stage.first, stage.last) for stage in plan.stages]
@@ -122,8 +122,8 @@ class InProcessTeam:
     def state(self) -> Mapping[str, Any]:
         return self._engine.state()
 
-    def load(self, state: Mapping[str, Any], step: int) -> None:
-        self._engine.load(state, step)
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._engine.load(state)
 
     def hand_over(self, plan: Plan) -> Mapping[str, Any]:
         return self._engine.state()

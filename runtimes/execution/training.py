@@ -19,7 +19,7 @@ from runtimes.plan import Plan
 from runtimes.systems import SYSTEMS, get_system
 from runtimes.tracing import TRACE_FILE, write_trace
 
-__all__ = ["DivergedError", "rank_entries", "run_training"]
+__all__ = ["DivergedError", "next_drain", "rank_entries", "run_training"]
 
 
 class DivergedError(RuntimeError):
@@ -90,7 +90,7 @@ def run_training(
     ``build`` makes the team of a task: of the job's, or of the one that it switches to.
     """
     log = EventLog(run_dir)
-    per_epoch = len(feed.batch_sizes(0))
+    per_epoch = len(feed.batch_sizes())
     start = _start(job, run_dir, log)
     epoch, rest = divmod(start.step, per_epoch)
     if rest:
@@ -101,14 +101,14 @@ def run_training(
     task = job.switch.task if job.switch is not None and start.switched else job.tasks[0]
     team = build(task)
     if start.state is not None:
-        team.load(start.state, start.step)
+        team.load(start.state)
     traced = start.again  # Of the run's first segment.
     del start  # Its tensors are loaded.
     while epoch < job.epochs:
-        first, epoch = epoch, _next_drain(job, task, epoch)
+        first, epoch = epoch, next_drain(job, task, epoch)
         done = epoch * per_epoch
-        sizes = [size for number in range(first, epoch) for size in feed.batch_sizes(number)]
-        segment = Segment(first * per_epoch, tuple(sizes))
+        sizes = feed.batch_sizes() * (epoch - first)
+        segment = Segment(first * per_epoch, sizes)
         reports = team.train(segment)
         losses = _losses(reports, segment)
         _record(team, log, _segment_events(job, team, segment, per_epoch, losses, reports))
@@ -130,7 +130,7 @@ def run_training(
             state, task, switch = team.hand_over(switch.task.plan), switch.task, None
             del team  # Its memory is free before the next one takes as much.
             team = build(task)
-            team.load(state, done)
+            team.load(state)
             del state
         if _due(job, epoch, job.checkpoint_every):
             note("checkpoint")
@@ -151,7 +151,7 @@ def _due(job: Job, epoch: int, every: int) -> bool:
     return epoch % every == 0 or epoch == job.epochs
 
 
-def _next_drain(job: Job, task: Task, epoch: int) -> int:
+def next_drain(job: Job, task: Task, epoch: int) -> int:
     """How many epochs are done at the end of the segment that begins after ``epoch`` of them."""
     if task.system not in SYSTEMS or get_system(task.system, task.options).drain == "epoch":
         return epoch + 1
@@ -221,7 +221,7 @@ def _strict(loss: float) -> float | str:
 
 
 def _evaluate(team: Team, job: Job, validation: Feed) -> dict[str, Any]:
-    samples = sum(validation.batch_sizes(0))
+    samples = sum(validation.batch_sizes())
     shares = team.evaluate(validation, samples, job.evaluation_batch_size)
     counted = sum(share.samples for share in shares)
     if counted != samples:

@@ -93,7 +93,7 @@ class Worker:
             endpoint,
             self.versions,
             [[n for n in part.names.values() if n in trained] for part in self.parts[::-1]],
-            len(feed.batch_sizes(0)),
+            len(feed.batch_sizes()),
             keep_gradients=keep_gradients,
         )
         self._bound: dict[str, torch.nn.Parameter] | None = None

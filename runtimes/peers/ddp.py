@@ -113,7 +113,7 @@ class DdpEngine:
         """Of replica 0, which speaks for all; references to the live tensors."""
         return self._copy.state() if self._rank == 0 else {"weights": {}, "optimizer": {}}
 
-    def load(self, state: Mapping[str, Any], step: int) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         self._copy.load(state)
 
     def close(self) -> None:

@@ -213,7 +213,7 @@ class PipeliningEngine:
         """Of this stage: references to the live tensors."""
         return self._copy.state()
 
-    def load(self, state: Mapping[str, Any], step: int) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         self._copy.load(state)
 
     def close(self) -> None:

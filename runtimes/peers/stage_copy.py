@@ -87,7 +87,7 @@ class StageCopy:
         self._buffers = {names[key]: buffers[key] for key in names if key in buffers}
         self.optimizer = build_optimizer(self.parameters.values(), job.optimizer)
         self.stepping = Stopwatch()
-        self._steps_per_epoch = len(feed.batch_sizes(0))
+        self._steps_per_epoch = len(feed.batch_sizes())
 
     def update(self, step: int) -> None:
         """Update ``step`` from the gradients accumulated, which are then dropped."""

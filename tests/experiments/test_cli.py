@@ -205,6 +205,10 @@ UNFIT = {
     ),
     "train.optimizer.clip=0": ("train.optimizer.clip is 0, but must be above 0",),
     "train.optimizer.clip=inf": ("train.optimizer.clip is inf, but must be a finite number",),
+    "train.optimizer.clip_by=stage": (
+        'train.optimizer.clip_by is "stage", but nothing is clipped',
+        "set train.optimizer.clip to the largest norm, or leave clip_by out",
+    ),
     "train.optimizer.lr=inf": ("train.optimizer.lr is inf, but must be a finite number",),
     "system.name=torch-1f1b train.optimizer.clip=1": (
         "torch-1f1b does not clip gradients",

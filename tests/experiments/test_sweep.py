@@ -130,6 +130,16 @@ def test_a_setting_of_what_is_swept_is_refused(sweep: str) -> None:
     assert len(load_runs(sweep, ["sweep.train.optimizer.lr=[0.5, 2.0]"])) == 2
 
 
+def test_a_norm_may_be_swept(tmp_path: Path) -> None:
+    """Until then, clip_by = "stage" clips nothing."""
+    by_stage = BASE.replace("momentum = 0.9", 'momentum = 0.9\nclip_by = "stage"')
+    config = write(tmp_path, by_stage + "[sweep]\ntrain.optimizer.clip = [0.5, 1.0]\n", "norm")
+    optimizers = [run.train.optimizer for run in load_runs(config)]
+    assert [(o.clip, o.clip_by) for o in optimizers] == [(0.5, "stage"), (1.0, "stage")]
+    with pytest.raises(UserError, match="nothing is clipped"):
+        load(write(tmp_path, by_stage, "plain"))
+
+
 def test_sections_that_do_not_go_together(sweep: str) -> None:
     with pytest.raises(UserError, match="leave one of them out"):
         load(sweep, ["best_of.sweep=x"])

@@ -1,6 +1,7 @@
 """Faults of the published AshPipe code, as variants of the reference, to measure what they do.
 
-None of them is a way to train: the reference is ``asynchronous.ashpipe``.
+None of them is a way to train: the reference is ``asynchronous.ashpipe``.  docs/errata.md tells
+of all faults that are known, with what these variants measure.
 
 The published code keeps the last W_s + 1 versions of stage s in a queue that starts with copies of
 the initial weights.  A backward loads the queue's oldest, which is the version of its forward only
@@ -22,7 +23,13 @@ from tests.oracles.optimizers import clipped
 from tests.oracles.stages import Leaves, Stages
 from tests.oracles.synchronous import Batch, History, Recipe, State, Weights, evaluate
 
-__all__ = ["adam_does_not_train", "drop_last_validation", "stash_kept_over_drain"]
+__all__ = [
+    "adam_does_not_train",
+    "batch_norm_updated_twice",
+    "drop_last_validation",
+    "masks_drawn_anew",
+    "stash_kept_over_drain",
+]
 
 
 def stash_kept_over_drain(
@@ -41,34 +48,80 @@ def stash_kept_over_drain(
 
     Autograd kept views of what nn.Linear multiplied by, so those stay the forward's; all other
     weights that a backward needs (LayerNorm, convolutions, scales) are the older ones.  With
-    ``recompute`` the whole stage is computed anew on the older version.
+    ``recompute`` every stage but the last, which has one version, is computed anew on the older.
     """
-    stages = Stages(build, ranges, recipe, dtype)
-    run, S = Training(stages, start, segments, rates), len(stages)
+    run = Training(Stages(build, ranges, recipe, dtype), start, segments, rates)
+
+    def backward_version(N: int, k: int, W: int) -> int:
+        return max(0, N + k - W)
+
+    return _trained(run, segments, backward_version, recompute=recompute, redrawn=False)
+
+
+def masks_drawn_anew(
+    build: Callable[[], nn.Module],
+    start: Weights | State,
+    recipe: Recipe,
+    ranges: Ranges,
+    segments: Segments,
+    rates: Sequence[float],
+    dtype: torch.dtype = torch.float64,
+) -> History:
+    """Recomputation does not restore the state of the random number generator: the backward of
+    every stage but the last goes through other masks than its forward.  The versions are right."""
+    run = Training(Stages(build, ranges, recipe, dtype), start, segments, rates)
+
+    def backward_version(N: int, k: int, W: int) -> int:
+        return N + max(0, k - W)
+
+    return _trained(run, segments, backward_version, recompute=True, redrawn=True)
+
+
+def _trained(
+    run: Training,
+    segments: Segments,
+    backward_version: Callable[[int, int, int], int],
+    *,
+    recompute: bool,
+    redrawn: bool,
+) -> History:
+    stages, S = run.stages, len(run.stages)
     held = [[weights] for weights in run.latest]  # held[s][n], of all segments
     for segment in segments:
         N = run.units
         for k, batch in enumerate(segment):
             ahead = [N + max(0, k - (S - 1 - s)) for s in range(S)]
-            back = [max(0, N + k - (S - 1 - s)) for s in range(S)]
+            back = [backward_version(N, k, S - 1 - s) for s in range(S)]
             loss, gradients = _gradients(
                 stages,
                 [held[s][v] for s, v in enumerate(ahead)],
                 [held[s][v] for s, v in enumerate(back)],
                 batch,
                 run.step,
-                recompute,
+                recompute=recompute,
+                redrawn=redrawn,
             )
-            gradients = clipped(recipe, gradients)
+            gradients = clipped(run.recipe, gradients)
             for s in range(S):
-                held[s].append(run.update(s, gradients[s], rates[run.units]))
+                held[s].append(run.update(s, gradients[s], run.rates[run.units]))
             run.record(loss, gradients, [v - N for v in ahead])
         run.drain()
     return run.history()
 
 
+#: Of a step whose masks no run of a test has.
+OTHER_MASKS = 2**31
+
+
 def _gradients(
-    stages: Stages, ahead: Leaves, back: Leaves, batch: Batch, step: int, recompute: bool
+    stages: Stages,
+    ahead: Leaves,
+    back: Leaves,
+    batch: Batch,
+    step: int,
+    *,
+    recompute: bool,
+    redrawn: bool,
 ) -> tuple[float, list[dict[str, Tensor]]]:
     """Forward on ``ahead``; each stage's backward on ``back``, from its input of the forward."""
     x, graphs = stages.begin(batch, step), []
@@ -82,8 +135,10 @@ def _gradients(
         with _loaded_for_backward(forward, back[stage], stages.linear):
             out = stages.call(stage, forward, entry.clone())
         x = out.detach()
-        if recompute:
+        if recompute and stage < len(stages) - 1:
+            stages.keys.step = OTHER_MASKS + step if redrawn else step
             graphs.append((entry, backward, stages.call(stage, backward, entry.clone())))
+            stages.keys.step = step
         else:
             graphs.append((entry, forward, out))
     logits = x.clone().requires_grad_()
@@ -153,3 +208,15 @@ def drop_last_validation(
     """(hits, sum of cross entropy, samples seen) of the whole batches alone."""
     seen = len(labels) - len(labels) % batch_size
     return (*evaluate(build, weights, images[:seen], labels[:seen], dtype), seen)
+
+
+def batch_norm_updated_twice(
+    batches: Sequence[Tensor], momentum: float, *, recompute: bool = True
+) -> nn.BatchNorm1d:
+    """torch's layer after a forward of every batch (B, C) and, once more in training mode, its
+    recomputation; without ``recompute`` as it should be."""
+    layer = nn.BatchNorm1d(batches[0].shape[1], momentum=momentum, dtype=batches[0].dtype)
+    for batch in batches:
+        for _ in range(1 + recompute):
+            layer(batch)
+    return layer

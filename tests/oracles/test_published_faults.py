@@ -30,7 +30,9 @@ from tests.oracles.cases import (
 )
 from tests.oracles.published_faults import (
     adam_does_not_train,
+    batch_norm_updated_twice,
     drop_last_validation,
+    masks_drawn_anew,
     stash_kept_over_drain,
 )
 from tests.oracles.synchronous import Recipe, evaluate
@@ -97,6 +99,47 @@ def test_the_kept_stash_by_hand() -> None:
     expected = [slope * x * b1 * c2, slope * x * a1 * c2, slope * x * a2 * b2]
     found = [float(anew.updates[2].gradients[f"{i}.weight"]) for i in range(3)]
     assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_masks_drawn_anew_spoil_the_gradients_of_recomputed_stages() -> None:
+    data = batches([4] * 4)
+    arguments: Any = (vit, weights_of(vit), MOMENTUM, THREE, [data[:3], data[3:]], RATES[:4])
+    right, wrong = ashpipe(*arguments), masks_drawn_anew(*arguments)
+    one, other = right.updates[0], wrong.updates[0]
+    assert one.loss == pytest.approx(other.loss, rel=1e-12), "the forward is right"
+    last = {name for name in one.gradients if name.startswith(("norm", "head"))}
+    for name, gradient in one.gradients.items():
+        same = torch.allclose(other.gradients[name], gradient, rtol=1e-10, atol=1e-12)
+        # A key's bias has no gradient but rounding.
+        assert same == (name in last) or name.endswith("qkv.bias"), name
+    assert differ(wrong, right)
+
+
+def test_without_dropout_a_recomputation_needs_no_random_state() -> None:
+    data = batches([4] * 4)
+    arguments: Any = (
+        linears,
+        weights_of(linears),
+        MOMENTUM,
+        ((0, 2), (2, 4), (4, 5)),
+        [data[:3], data[3:]],
+        RATES[:4],
+    )
+    assert_same(masks_drawn_anew(*arguments), ashpipe(*arguments), 1e-12)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.3])
+def test_batch_norm_moves_twice_in_a_recomputation(momentum: float) -> None:
+    """r ← (1 − m) r + m b, twice."""
+    generator = torch.Generator().manual_seed(0)
+    data = [torch.randn(6, 3, generator=generator, dtype=torch.float64) for _ in range(4)]
+    means = {False: torch.zeros(3, dtype=torch.float64), True: torch.zeros(3, dtype=torch.float64)}
+    for batch in data:
+        for twice, moved in ((False, momentum), (True, 1 - (1 - momentum) ** 2)):
+            means[twice] = (1 - moved) * means[twice] + moved * batch.mean(0)
+    for twice, mean in means.items():
+        layer = batch_norm_updated_twice(data, momentum, recompute=twice)
+        torch.testing.assert_close(layer.running_mean, mean, rtol=1e-12, atol=0)
 
 
 def test_the_published_adam_trains_the_last_stage_alone() -> None:

@@ -203,7 +203,7 @@ def test_a_stage_without_weights_knows_that_a_version_is_carried_over() -> None:
     one, other = (engine_of(case, plan) for _ in range(2))
     assert not any(one.workers[0].versions.current)
     one.train(Segment(0, ODD_EPOCHS[18]))
-    other.load(one.state(), 5)
+    other.load(one.state())
     assert [worker.carried for worker in other.workers] == [1, 1, 1]
     for engine in (one, other):
         engine.train(Segment(5, ODD_EPOCHS[18]))

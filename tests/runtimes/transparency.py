@@ -189,7 +189,7 @@ class ArrayFeed:
     def arrays(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         return _arrays(self.data, sum(self.epoch_sizes))
 
-    def batch_sizes(self, epoch: int) -> tuple[int, ...]:
+    def batch_sizes(self) -> tuple[int, ...]:
         return self.epoch_sizes
 
     def indices(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -260,7 +260,7 @@ def engine_of(case: Case, plan: Plan | None = None) -> InProcess:
         job = replace(job, tasks=(replace(job.tasks[0], plan=plan),))
     feed = ArrayFeed(case.precision, case.epoch)
     engine = InProcess(job, job.tasks[0], stack_of(case.model), feed, keep_gradients=True)
-    engine.load({**engine.state(), "weights": initial_weights(case.model)}, 0)
+    engine.load({**engine.state(), "weights": initial_weights(case.model)})
     return engine
 
 

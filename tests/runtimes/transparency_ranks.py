@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from runtimes.execution.distributed import DistributedEngine
 from runtimes.execution.engine import Accuracy, Segment
+from runtimes.schedule.action import Action
 from tests.runtimes.transparency import (
     SAMPLES,
     ArrayFeed,
@@ -20,7 +21,7 @@ from tests.runtimes.transparency import (
     stack_of,
 )
 
-__all__ = ["VALIDATION_BATCH", "Share", "merged", "train_cases"]
+__all__ = ["VALIDATION_BATCH", "Share", "merged", "train_case", "train_cases"]
 
 VALIDATION_BATCH = 8
 
@@ -52,10 +53,11 @@ def merged(shares: Sequence[Share]) -> Outcome:
 
 def train_cases(rank: int, world_size: int, cases: Sequence[Case]) -> list[Share]:
     """Many cases one after the other in the same processes, as a benchmark does."""
-    return [_train(rank, case) for case in cases]
+    return [train_case(rank, case) for case in cases]
 
 
-def _train(rank: int, case: Case) -> Share:
+def train_case(rank: int, case: Case, before: Callable[[Action], None] | None = None) -> Share:
+    """``before``: called with each action, as of the worker."""
     job = job_of(case)
     engine = DistributedEngine(
         job,
@@ -63,9 +65,10 @@ def _train(rank: int, case: Case) -> Share:
         stack_of(case.model),
         ArrayFeed(case.precision, case.epoch),
         rank,
+        before=before,
         keep_gradients=True,
     )
-    engine.load({"weights": initial_weights(case.model), "optimizer": {}}, 0)
+    engine.load({"weights": initial_weights(case.model), "optimizer": {}})
     validation = ArrayFeed(case.precision, data=1, augmented=False)
     share = Share({}, {}, {}, {}, [engine.evaluate(validation, SAMPLES, VALIDATION_BATCH)])
     first = 0

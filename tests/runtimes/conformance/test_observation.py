@@ -33,6 +33,7 @@ ASHPIPE = Case("ashpipe", (1, 1, 1))
 REPLICATED = Case("ashpipe", (2, 3))
 RECOMPUTING = Case("ashpipe", (1, 1, 1), recompute=True)
 TWO_BUFFERS = Case("pipedream_2bw", (1, 1), 2)
+UNDRAINED = Case("ashpipe", (1, 1, 1), options={"drain": "run"}, epochs=2)
 
 
 def differing(case: Case) -> set[str]:
@@ -46,6 +47,9 @@ def test_every_system_has_cases() -> None:
     assert {case.system for case in CASES} == set(SYSTEMS)
     titles = [(case.system, case.title) for case in CASES]
     assert len(set(titles)) == len(titles)
+    # Only between evaluations further apart can a pipeline be seen not to drain.
+    assert all((case.epochs > 1) == (case.build().drain == "run") for case in CASES)
+    assert {case.system for case in CASES if case.epochs > 1} == {"ashpipe", "pipedream"}
 
 
 def test_the_sequence_of_delays_ramps_up_after_every_drain() -> None:
@@ -56,6 +60,15 @@ def test_the_sequence_of_delays_ramps_up_after_every_drain() -> None:
     assert seen.live == seen.in_flight == (3, 2, 1)
     batch_late = observe(TWO_BUFFERS).delays
     assert batch_late == (((((0,),) + ((1,),) * 7),) * 2, (((1,),) * 8,) * 2)
+
+
+def test_a_pipeline_that_stays_full_ramps_up_after_an_evaluation_alone() -> None:
+    """Sixteen updates from drain to drain, with the smaller batch of an epoch in their midst."""
+    ramp = ((0,), (1,), *((2,),) * 14)
+    seen = observe(UNDRAINED)
+    assert seen.delays[0][0] == seen.delays[1][0] == ramp
+    assert [taken.once for taken in seen.taken[1][0]] == [8, 8, 8, 8, 8, 8, 8, 3] * 2
+    assert (seen.live, seen.in_flight) == ((3, 2, 1), (3, 2, 1))
 
 
 # ---- mutants -----------------------------------------------------------------------------------
@@ -142,6 +155,14 @@ def all_forwards_first(order: Original, self: Any, plan: Any, batches: Any, **wo
     return GPipe().compute_order(plan, batches, **words)
 
 
+def drained_after_every_epoch(drain: Original, job: Any, task: Any, epoch: int) -> int:
+    return epoch + 1
+
+
+def drained_at_the_end_alone(drain: Original, job: Any, task: Any, epoch: int) -> int:
+    return int(job.epochs)
+
+
 #: Mutant, what it changes, a case in which it must be seen, and as what.
 MUTANTS: list[tuple[Original, Any, str, Case, str]] = [
     (backward_on_the_latest_weights, WeightVersions, "step", ASHPIPE, "mixed"),
@@ -156,6 +177,9 @@ MUTANTS: list[tuple[Original, Any, str, Case, str]] = [
     (versions_never_freed, WeightVersions, "_retire", ASHPIPE, "live"),
     (flushed_before_every_step, AshPipe, "compute_order", ASHPIPE, "delays"),
     (all_forwards_first, Dapple, "compute_order", DAPPLE, "in_flight"),
+    (drained_after_every_epoch, observed, "next_drain", UNDRAINED, "delays"),
+    (drained_at_the_end_alone, observed, "next_drain", UNDRAINED, "evaluated"),
+    (drained_at_the_end_alone, observed, "next_drain", ASHPIPE, "delays"),
 ]
 
 

@@ -64,7 +64,7 @@ def _histories(job: Job, data: Path, phases: Sequence[Phase]) -> Iterator[Histor
     stack = build_stack(MODEL)
     weights = stack.initial_weights(0, len(stack), job.seed, dtype=torch.float64)
     state, epoch = State(weights), 0
-    per_epoch = len(feeds(job, data)[0].batch_sizes(0))
+    per_epoch = len(feeds(job, data)[0].batch_sizes())
     for phase in phases:
         segments, rates = [], []
         for epochs in phase.segments:

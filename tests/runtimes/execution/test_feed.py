@@ -55,7 +55,7 @@ def epoch_of(feed: ArrayFeed, epoch: int) -> list[np.ndarray]:
 
 def test_it_is_a_feed_with_its_metadata(opened: Opened) -> None:
     feed: Feed = opened()
-    assert feed.batch_sizes(0) == (6, 6, 6, 5)
+    assert feed.batch_sizes() == (6, 6, 6, 5)
     assert (opened().samples, opened().classes, opened().image_shape) == (23, 4, (2, 5, 5))
 
 
@@ -65,7 +65,7 @@ def test_each_epoch_holds_each_sample_once(opened: Opened, batch_size: int, shuf
     feed = opened(batch_size=batch_size, shuffle=shuffle)
     for epoch in (0, 1, 2):
         batches = epoch_of(feed, epoch)
-        assert tuple(map(len, batches)) == feed.batch_sizes(epoch)
+        assert tuple(map(len, batches)) == feed.batch_sizes()
         assert sorted(np.concatenate(batches)) == list(range(23))
         assert all(batch.dtype == np.int64 for batch in batches)
 

@@ -35,7 +35,7 @@ class Rows:
         self.x = torch.randn(12, WIDTHS[0], generator=generator, dtype=torch.float64)
         self.y = torch.randint(0, WIDTHS[-1], (12,), generator=generator)
 
-    def batch_sizes(self, epoch: int) -> tuple[int, ...]:
+    def batch_sizes(self) -> tuple[int, ...]:
         return SIZES
 
     def indices(self, step: int) -> np.ndarray[Any, Any]:

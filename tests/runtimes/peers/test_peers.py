@@ -49,12 +49,12 @@ class Feed:
         self.values = generator.normal(size=(samples, 1, 8, 8))
         self.classes = generator.integers(CLASSES, size=samples)
 
-    def batch_sizes(self, epoch: int) -> tuple[int, ...]:
+    def batch_sizes(self) -> tuple[int, ...]:
         full, rest = divmod(len(self.values), self.batch_size)
         return (self.batch_size,) * full + ((rest,) if rest else ())
 
     def indices(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        epoch, batch = divmod(step, len(self.batch_sizes(0)))
+        epoch, batch = divmod(step, len(self.batch_sizes()))
         order = np.random.default_rng(epoch).permutation(len(self.values))
         return order[batch * self.batch_size :][: self.batch_size]
 
@@ -153,7 +153,7 @@ def reference(job: Job, model: str, feed: Feed, steps: int) -> History:
     for step in range(steps):
         indices = feed.indices(step)
         batches.append(Batch(indices, feed.values[indices], feed.classes[indices]))
-    per_epoch = len(feed.batch_sizes(0))
+    per_epoch = len(feed.batch_sizes())
     rates = [
         learning_rate(spec, job.learning_rate, step, per_epoch, job.epochs) for step in range(steps)
     ]
@@ -262,7 +262,7 @@ def resumed(
     late = engine_of(second, "sequential", feed, rank)
     # An engine that has its own state and weights already must drop them.
     late.train(Segment(0, sizes(feed, 0, 1)))
-    late.load(saved, 3)
+    late.load(saved)
     again = [late.train(Segment(3, sizes(feed, 3, 5)))]
     for name, tensor in before["weights"].items():
         assert torch.equal(tensor, saved["weights"][name]), "a loaded state was trained on"
