@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,21 +16,30 @@ import torch
 from torch import Tensor, nn
 
 from runtimes.execution import inprocess
-from runtimes.execution.distributed import _End
+from runtimes.execution.distributed import DistributedEngine, _End
 from runtimes.execution.engine import Segment
+from runtimes.execution.team import DistributedTeam
 from runtimes.execution.worker import Worker
+from runtimes.job import SwitchSpec, Task
 from runtimes.model.stack import LayerStack
 from runtimes.model.stage import Stage
-from tests.oracles import synchronous
+from runtimes.plan import Plan
+from tests.oracles import asynchronous, synchronous
 from tests.processes import run_ranks
+from tests.runtimes.execution import runs
 from tests.runtimes.transparency import (
     MODELS,
+    SGD,
     ArrayFeed,
     Case,
     differences,
     engine_of,
     faults,
+    initial_weights,
+    job_of,
+    recipe_of,
     reference,
+    stack_of,
     train_in_process,
 )
 from tests.runtimes.transparency_ranks import Share, merged, train_cases
@@ -128,6 +138,45 @@ def test_evaluation_uses_the_averages_and_leaves_them_alone(case: Case) -> None:
     assert not differences(engine.state()["weights"], {**after.weights, **after.running}, 1e-10)
 
 
+def test_a_switch_hands_the_averages_over() -> None:
+    first, then = of("norms", "dp", 1, 1, (2,)), of("norms", "ashpipe", 2)
+    one, other = engine_of(first), engine_of(then)
+    one.train(Segment(0, SIZES))
+    other.load(one.state(), 3)
+    other.train(Segment(3, SIZES))
+    feed, steps = ArrayFeed(epoch_sizes=SIZES), range(3, 6)
+    history = asynchronous.ashpipe(
+        MODELS["norms"],
+        reference(first).ends[0],
+        recipe_of(job_of(then)),
+        [(stage.first, stage.last) for stage in then.plan.stages],
+        [[feed.batch(step) for step in steps]],
+        [0.5 * SGD.lr] * 3,
+    )
+    end = history.ends[0]
+    assert not differences(other.state()["weights"], {**end.weights, **end.running}, 1e-10)
+    assert {int(value) for name, value in end.running.items() if "num_batches" in name} == {7 + 6}
+
+
+def test_a_run_killed_around_its_switch_ends_as_if_undisturbed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bitwise, from a checkpoint that holds the averages."""
+    monkeypatch.setattr(runs, "build_stack", lambda spec: stack_of("resnet"))
+    data = runs.write_data(tmp_path)
+    plans = Plan.even(7, 2, (2, 1)), Plan.even(7, 3, recompute=True, micro_batches=2)
+    switch = SwitchSpec(Task("then", "dapple", plans[1]), 2)
+    job = runs.job_of(plans[0], 3, "ashpipe", switch=switch)
+    for name, killed_at in (("whole", 0), ("parts", 2)):
+        runs.train_in_process(tmp_path / name, data, job, killed_at)
+    runs.cut_back(tmp_path / "parts")
+    runs.train_in_process(tmp_path / "parts", data, job)
+    one, other = runs.state_of(tmp_path / "whole"), runs.state_of(tmp_path / "parts")
+    assert one.keys() == other.keys() >= {"bn1.running_mean", "layer4.0.bn3.num_batches_tracked"}
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert one["bn1.num_batches_tracked"] == 2 * 3 + 2 * 3, "units: 3 an epoch, then 6"
+
+
 # -- over processes --------------------------------------------------------------------------------
 
 ON_RANKS = [
@@ -136,20 +185,34 @@ ON_RANKS = [
 ]
 
 
-def _train_both_ways(rank: int, world_size: int) -> tuple[list[Share], list[Share]]:
-    """As they should, and without averages."""
+THREE = Plan.even(7, 3)
+
+
+def _train(rank: int, world_size: int) -> tuple[list[Share], list[Share], dict[str, Tensor]]:
+    """As it should be, without averages, and handed over to another plan after a segment."""
     right = train_cases(rank, world_size, ON_RANKS)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(_End, "average", lambda self, running: None)
-        return right, train_cases(rank, world_size, ON_RANKS)
+        wrong = train_cases(rank, world_size, ON_RANKS)
+    job, stack = job_of(ON_RANKS[0]), stack_of("resnet")
+    engine = DistributedEngine(job, job.tasks[0], stack, ArrayFeed(epoch_sizes=SIZES), rank)
+    engine.load({"weights": initial_weights("resnet"), "optimizer": {}}, 0)
+    engine.train(Segment(0, SIZES))
+    handed = DistributedTeam(engine, engine.plan, stack, rank, "cpu").hand_over(THREE)
+    return right, wrong, handed["weights"]
 
 
 def test_ranks_in_processes_of_their_own() -> None:
-    ranks = run_ranks(3, _train_both_ways)
+    ranks = run_ranks(3, _train, timeout_s=110)
     for number, case in enumerate(ON_RANKS):
         right, wrong = (merged([rank[way][number] for rank in ranks]) for way in (0, 1))
         assert not faults(case, right), str(case)
         assert any("running_mean" in line for line in faults(case, wrong)), str(case)
+    end = reference(ON_RANKS[0]).ends[0]
+    values = {**end.weights, **end.running}
+    for stage, (_, _, handed) in zip(THREE.stages, ranks, strict=True):
+        names = stack_of("resnet").tensor_names(stage.first, stage.last)
+        assert not differences(handed, {name: values[name] for name in names}, 1e-10)
 
 
 # -- mutants ---------------------------------------------------------------------------------------
