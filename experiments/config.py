@@ -89,10 +89,16 @@ class Plan(Section):
 
 
 class Model(Section):
-    """A timm model of class VisionTransformer, by name, or "VisionTransformer" itself."""
+    """A timm model of class VisionTransformer, by name, "VisionTransformer" itself, or one of
+    torchvision's alexnet, vgg… and resnet….
+
+    ``batch_norm``: "per-unit" lets BatchNorm run, on the statistics of each unit on each replica; a
+    model that has it is refused without.
+    """
 
     name: str
     args: dict[str, Any] = Field(default_factory=dict)
+    batch_norm: Literal["per-unit"] | None = None
 
 
 class Launch(Section):

@@ -9,7 +9,7 @@ from typing import Any
 from experiments.config import Config
 from runtimes.systems import SYSTEMS, system_options
 
-__all__ = ["COSMETIC", "bench_of", "config_hash", "contender_id", "run_id"]
+__all__ = ["COSMETIC", "LATER", "bench_of", "config_hash", "contender_id", "run_id"]
 
 #: What changes neither the result nor what is measured, only where it goes, or how it is shown.
 COSMETIC = (
@@ -33,6 +33,10 @@ COSMETIC = (
     ("launch", "rendezvous"),
 )
 
+#: Keys that configs did not always have: left out where they say nothing, so that earlier runs keep
+#: their names.
+LATER = (("model", "batch_norm"),)
+
 
 def config_hash(config: Config) -> str:
     """SHA-256, in hex, of the config's canonical JSON: keys sorted, defaults filled in."""
@@ -42,6 +46,9 @@ def config_hash(config: Config) -> str:
         for key in path:
             node = node[key]
         node.pop(last, None)
+    for section, later in LATER:
+        if document[section][later] is None:
+            del document[section][later]
     if config.system is not None:
         document["system"]["options"] = _options(config.system.name, config.system.options)
     if config.switch is not None:

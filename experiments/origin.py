@@ -7,9 +7,9 @@ from pathlib import Path
 
 from experiments.config import Config
 from experiments.errors import UserError, did_you_mean, one_line
-from experiments.resolve import samples_of
+from experiments.resolve import model_of, samples_of
 from experiments.store import Store
-from runtimes.job import Job, ModelSpec
+from runtimes.job import Job
 from runtimes.manifest import read_manifest
 
 __all__ = ["Origin", "origin_of"]
@@ -60,7 +60,7 @@ def _check_fit(config: Config, start: str, path: Path) -> None:
         theirs = Job.load(path / "job.json")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{start}, whose job.json cannot be read ({one_line(error)})") from None
-    model = ModelSpec(config.model.name, config.model.args)
+    model = model_of(config)
     if theirs.model != model:
         ours = {"name": model.name, **model.args}
         other = {"name": theirs.model.name, **theirs.model.args}

@@ -39,6 +39,7 @@ __all__ = [
     "image_of",
     "job_of",
     "layers_of",
+    "model_of",
     "optimizer_of",
     "parameter_bytes",
     "plan_of",
@@ -66,7 +67,7 @@ def layers_of(config: Config) -> Layers:
     known = DATA_SETS[config.data.set]
     classes = config.data.classes or known.classes
     name = config.model.name
-    layers = _layers(name, _arguments(config), image_of(config))
+    layers = _layers(_text(config), image_of(config))
     if layers.outputs != classes:
         raise UserError(
             f"model {name!r} has {layers.outputs} outputs, but {known.title} has {classes} classes:"
@@ -83,32 +84,38 @@ def image_of(config: Config) -> tuple[int, int, int]:
 
 def stack_of(config: Config) -> LayerStack:
     """The config's model without memory for its weights; UserError if there is none."""
-    return _stack(config.model.name, _arguments(config))
+    return _stack(_text(config))
 
 
-def _arguments(config: Config) -> str:
-    return json.dumps(config.model.args, sort_keys=True, default=str)
+def model_of(config: Config) -> ModelSpec:
+    return ModelSpec(**config.model.model_dump())
+
+
+def _text(config: Config) -> str:
+    """The model, as a key of caches."""
+    return json.dumps(config.model.model_dump(), sort_keys=True, default=str)
 
 
 @lru_cache(maxsize=8)
-def _stack(name: str, args: str) -> LayerStack:
+def _stack(model: str) -> LayerStack:
     from runtimes.model.stack import build_stack
 
     try:
-        return build_stack(ModelSpec(name, json.loads(args)))
+        return build_stack(ModelSpec(**json.loads(model)))
     except ValueError as error:
         raise UserError(one_line(error)) from None
 
 
 @lru_cache(maxsize=64)
-def _layers(name: str, args: str, shape: tuple[int, int, int]) -> Layers:
-    stack = _stack(name, args)
+def _layers(model: str, shape: tuple[int, int, int]) -> Layers:
+    stack = _stack(model)
     try:
         outputs = stack.output_shapes(shape)[-1]
     except (ValueError, RuntimeError, AssertionError) as error:
         raise UserError(
-            f"model {name!r} does not take images of {shape[0]} channels and {shape[1]} × "
-            f"{shape[2]} pixels (model.args in_chans and img_size must be those): {one_line(error)}"
+            f"model {json.loads(model)['name']!r} does not take images of {shape[0]} channels and "
+            f"{shape[1]} × {shape[2]} pixels (a VisionTransformer's model.args in_chans and "
+            f"img_size must be those, torchvision's models take 3 channels): {one_line(error)}"
         ) from None
     return Layers(tuple(stack.names), stack.parameter_counts, outputs[-1])
 
@@ -197,10 +204,11 @@ def _task(config: Config, contender: Contender, section: PlanSection, layers: La
     size = contender.batch_size or config.train.batch_size
     if system is not None:
         _prove(config, system, plan, size)
+        _check_lone_samples(config, plan, size, rounds=system.rounds)
     else:
         if config.train.optimizer.clip is not None:
             raise ValueError(f"{name} does not clip gradients: leave optimizer.clip out")
-        check_peer(task, size)
+        check_peer(task, size, config.model.batch_norm)
     return task
 
 
@@ -218,6 +226,27 @@ def _prove(config: Config, system: System, plan: Plan, size: int) -> None:
         program = system.program(plan, sizes, carried=carried, norm=norm)
         validate(program, system.declared(plan, carried=carried))
     validate(evaluation_program(plan, validated, config.train.evaluation_batch_size))
+
+
+def _check_lone_samples(config: Config, plan: Plan, size: int, *, rounds: bool) -> None:
+    """ValueError if a replica would compute a unit of one sample where BatchNorm needs more."""
+    if config.model.batch_norm is None:
+        return
+    from runtimes.model.batch_norm import lone_samples
+
+    norms = stack_of(config).lone_norms(image_of(config))
+    full, rest = divmod(samples_of(config)[0], size)
+    sizes = [size] * (full > 0) + [rest] * (rest > 0)
+    for number in sorted(lone_samples(plan, sizes, rounds=rounds)):
+        stage = plan.stages[number]
+        for norm in filter(None, norms[stage.first : stage.last]):
+            listed = " and ".join(map(str, sizes))
+            raise ValueError(
+                f"a replica of stage {number} gets units of 1 sample (batches of {listed}), of "
+                f"which {norm} sees 1 value a channel, too few to normalise: use fewer "
+                "micro-batches or replicas, larger images, or another train.batch_size or "
+                "data.sizes.train"
+            )
 
 
 def _check_whole_batches(config: Config) -> None:
@@ -283,7 +312,7 @@ def job_of(
     train, rate, bench = config.train, config.train.learning_rate, config.bench
     return Job(
         tasks=tasks if config.switch is None else tasks[:1],
-        model=ModelSpec(config.model.name, config.model.args),
+        model=model_of(config),
         data=DataSpec(
             data.train, data.validation, Augmentation(**config.data.augmentation.model_dump())
         ),

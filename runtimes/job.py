@@ -15,6 +15,7 @@ from runtimes.plan import Plan
 
 __all__ = [
     "Augmentation",
+    "BatchNorm",
     "BenchSpec",
     "DataSpec",
     "Job",
@@ -29,15 +30,21 @@ __all__ = [
 
 Precision = Literal["float32", "tf32", "bf16", "float64"]
 Transport = Literal["distributed", "in-process"]
+BatchNorm = Literal["per-unit"]
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """``name`` is "VisionTransformer" (timm's class, ``args`` to its constructor) or any timm model
-    of that class (``args`` to timm.create_model), e.g. "vit_huge_patch14_224"."""
+    """``name`` is "VisionTransformer" (timm's class, ``args`` to its constructor), any timm model
+    of that class (``args`` to timm.create_model), e.g. "vit_huge_patch14_224", or torchvision's
+    AlexNet, a VGG or a ResNet (``args`` to its function), e.g. "vgg16_bn" or "resnet50".
+
+    ``batch_norm``: how BatchNorm runs, without which a model that has it is refused.
+    """
 
     name: str
     args: Mapping[str, Any] = field(default_factory=dict)
+    batch_norm: BatchNorm | None = None
 
 
 @dataclass(frozen=True)

@@ -207,6 +207,23 @@ class _End:
         self._wait(work, action)
         return squares
 
+    def average(self, running: Sequence[Tensor]) -> None:
+        """Give all replicas of this stage the mean of ``running``, in place; of integers the
+        largest.  As ``average_copies``, over processes."""
+        stage, replica = self.plan.place(self.rank)
+        place = Action(0, stage, replica, Op.REDUCE, 0)
+        for integer, op in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
+            chosen = [tensor for tensor in running if tensor.is_floating_point() != integer]
+            flat = torch.cat([tensor.flatten() for tensor in chosen])
+            work = dist.all_reduce(flat, op, group=self.replicas[stage], async_op=True)
+            assert work is not None
+            self._wait(work, place)
+            if not integer:
+                flat /= self.plan.stages[stage].replicas
+            pieces = flat.split([tensor.numel() for tensor in chosen])
+            for tensor, piece in zip(chosen, pieces, strict=True):
+                tensor.copy_(piece.view_as(tensor))
+
     def messages(self) -> Iterator[Tensor]:
         for link in self._links.values():
             yield from (tensor for _, tensor in link.posted)
@@ -311,6 +328,8 @@ class DistributedEngine:
         worker = self.worker
         program = self._program(segment.batches, carried=worker.carried, norm=self.norm)
         self._run(program, segment.first)
+        if worker.running and worker.stage.replicas > 1:
+            self.end.average(list(worker.running.values()))
         sent: list[dict[MessageKey, int] | None] = [None] * self.plan.world_size
         dist.all_gather_object(sent, worker.trace.sent(self.plan))
         merged: dict[MessageKey, int] = {}

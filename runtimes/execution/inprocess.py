@@ -17,6 +17,7 @@ from torch import Tensor
 from runtimes.execution.engine import Accuracy, Feed, Segment, SegmentReport
 from runtimes.execution.worker import Worker
 from runtimes.job import Job, Task
+from runtimes.model.batch_norm import average_copies
 from runtimes.model.stack import LayerStack
 from runtimes.plan import Plan
 from runtimes.schedule import Program
@@ -193,6 +194,7 @@ class InProcess:
             self.plan, segment.batches, carried=self.workers[0].carried, norm=self.norm
         )
         wall = self.run(program, segment.first)
+        self._average_running()
         return [
             SegmentReport(
                 wall_s=wall,
@@ -202,6 +204,10 @@ class InProcess:
             )
             for worker in self.workers
         ]
+
+    def _average_running(self) -> None:
+        for stage in self.plan.stages:
+            average_copies([self.workers[rank].running for rank in stage.ranks])
 
     def evaluate(self, feed: Feed, samples: int, batch_size: int) -> Accuracy:
         self.run(evaluation_program(self.plan, samples, batch_size), 0, feed)

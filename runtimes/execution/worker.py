@@ -78,8 +78,10 @@ class Worker:
             for local, parameter in self.module.named_parameters()
             if parameter.requires_grad
         }
-        #: Buffers and frozen parameters: one copy, whatever the version.
+        #: Buffers and frozen parameters: one copy, whatever the version; of the buffers forwards
+        #: change some.
         self.constants = {name: w for name, w in weights.items() if name not in trained}
+        self.running = {name: self.constants[name] for name in self.module.running}
         self.versions = WeightVersions(
             {name: w for name, w in weights.items() if name in trained},
             partial(build_optimizer, spec=job.optimizer),
@@ -286,7 +288,8 @@ class Worker:
         flight = self.flights[action.pipeline, action.unit]
         assert flight.input is not None
         x, flight.input = flight.input, None
-        output = self._run(flight, x)
+        with self.module.repeated():
+            output = self._run(flight, x)
         if self.is_last:  # Others have sent theirs.
             flight.output = output
             self._finish_forward(flight, count=False)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from runtimes.model.batch_norm import reset_running, running_names
 from runtimes.model.skeleton import fill, meta_copy, tensor_names
 
 __all__ = ["Layer", "innermost_first", "refuse_shared", "reset_parameters"]
@@ -24,8 +25,8 @@ class Layer:
 
     ``prefix`` makes the names inside the module those of the whole model's state dict;
     ``initialise`` gives an allocated copy of the module its usual initial values, in place, from
-    torch's global generator; ``buffers`` are the values of the module's buffers, which are taken
-    for constants, by their names in the module.
+    torch's global generator; ``buffers`` are the values of the module's buffers but BatchNorm's,
+    which are taken for constants, by their names in the module.
     """
 
     name: str
@@ -41,8 +42,9 @@ class Layer:
     def initial_weights(self, seed: int, index: int) -> dict[str, Tensor]:
         """Initial values in float32 by names of the whole model, from (seed, layer's index)."""
         module = meta_copy(self.module).to(torch.float32)
+        running = running_names(module)
         for name, _ in module.named_buffers():
-            if name not in self.buffers:
+            if name not in self.buffers and name not in running:
                 raise ValueError(
                     f"nobody knows the value of buffer {self.prefix}{name}: build the model on "
                     "a real device, not on meta"
@@ -52,7 +54,9 @@ class Layer:
             name: torch.full(parameter.shape, torch.nan, dtype=parameter.dtype)
             for name, parameter in module.named_parameters()
         }
+        blank |= {name: torch.empty_like(module.get_buffer(name), device="cpu") for name in running}
         fill(module, {**blank, **{name: value.clone() for name, value in self.buffers.items()}})
+        reset_running(module)
         digest = hashlib.sha256(f"{seed} {index}".encode()).digest()
         with _GENERATOR, torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(digest[:7], "little"))

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from timm.layers.drop import DropBlock2d, DropPath
 from timm.layers.patch_dropout import PatchDropout, PatchDropoutWithIndices
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision import ops
 
+from runtimes.job import BatchNorm
+from runtimes.model.batch_norm import batch_norms, refuse_batch_norm, running_names
 from runtimes.model.keyed import KeyedDropout, KeyedDropPath, RandomKey
 
-__all__ = ["key_randomness", "refuse_randomness", "trial_output"]
+__all__ = ["Trial", "key_randomness", "refuse_randomness", "trial"]
 
 _WAY_OUT = "use nn.Dropout or timm's DropPath, or switch it off"
 
@@ -42,8 +45,9 @@ def _is_unkeyable(module: nn.Module) -> bool:
     return isinstance(module, (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d))
 
 
-def refuse_randomness(module: nn.Module, prefix: str) -> None:
-    """Refuse, by name, what would make results depend on how batches and models are cut."""
+def refuse_randomness(module: nn.Module, prefix: str, batch_norm: BatchNorm | None = None) -> None:
+    """Refuse, by name, what would make results depend on how batches and models are cut, but for
+    BatchNorm where ``batch_norm`` allows it."""
     paths: dict[int, str] = {}
     for name, part in module.named_modules(remove_duplicate=False):
         path = f"{prefix}{name}".rstrip(".")
@@ -52,12 +56,8 @@ def refuse_randomness(module: nn.Module, prefix: str) -> None:
             raise ValueError(
                 f"{path} is a {kind}, whose randomness cannot be keyed by sample: {_WAY_OUT}"
             )
-        if isinstance(part, _BatchNorm):
-            raise ValueError(
-                f"{path} is a {kind}: its results depend on how a batch is cut into units; use "
-                "nn.LayerNorm or nn.GroupNorm"
-            )
-        if getattr(part, "track_running_stats", False):
+        refuse_batch_norm(part, path, batch_norm)
+        if getattr(part, "track_running_stats", False) and not any(batch_norms(part)):
             raise ValueError(
                 f"{path} is a {kind} with running statistics, which depend on how a batch is cut "
                 "into units: switch off track_running_stats"
@@ -119,14 +119,25 @@ class _RefuseDraws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def trial_output(name: str, module: nn.Module, random: RandomKey, x: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class Trial:
+    """What a layer made of some samples; ``lone``: a BatchNorm of it that saw one value a channel
+    of each sample, and so cannot normalise a single one."""
+
+    output: Tensor
+    lone: str | None
+
+
+def trial(name: str, prefix: str, module: nn.Module, random: RandomKey, x: Tensor) -> Trial:
     """What layer ``module`` makes of ``x``, both on the meta device, in training mode.
 
     Refuses a layer that does not fit its input, that returns anything but one tensor with the
-    sample as first dimension, that changes its buffers, or that draws unkeyed random numbers.
+    sample as first dimension, that changes its buffers (but running statistics), or that draws
+    unkeyed random numbers.
     """
     random.set(0, np.arange(len(x)))
     calls: dict[str, int] = {}
+    lone: list[str] = []
 
     def count(part: nn.Module, *_: object) -> None:
         calls[str(part.name)] = calls.get(str(part.name), 0) + 1
@@ -134,7 +145,18 @@ def trial_output(name: str, module: nn.Module, random: RandomKey, x: Tensor) -> 
     for part in module.modules():
         if isinstance(part, (KeyedDropout, KeyedDropPath)):
             part.register_forward_hook(count)
-    versions = {key: buffer._version for key, buffer in module.named_buffers()}
+    norms: dict[str, int] = {}
+    for key, part in batch_norms(module):
+        path = f"{prefix}{key}".rstrip(".")
+
+        def look(_: nn.Module, inputs: tuple[Tensor], __: object, path: str = path) -> None:
+            norms[path] = norms.get(path, 0) + 1
+            if inputs[0][0].numel() == inputs[0].shape[1]:
+                lone.append(path)
+
+        part.register_forward_hook(look)
+    running = running_names(module)
+    versions = {k: b._version for k, b in module.named_buffers() if k not in running}
     try:
         with _RefuseDraws(name):
             y = module.train()(x)
@@ -150,7 +172,7 @@ def trial_output(name: str, module: nn.Module, random: RandomKey, x: Tensor) -> 
             "first dimension is the sample"
         )
     for key, buffer in module.named_buffers():
-        if buffer._version != versions[key]:
+        if key in versions and buffer._version != versions[key]:
             raise ValueError(
                 f"layer {name!r} changes its buffer {key!r} in the forward, which depends on how "
                 "a batch is cut into units"
@@ -161,4 +183,10 @@ def trial_output(name: str, module: nn.Module, random: RandomKey, x: Tensor) -> 
                 f"{key} is called {number} times in one forward and would draw one mask for all: "
                 "give each use its own"
             )
-    return y
+    for key, number in norms.items():
+        if number > 1:
+            raise ValueError(
+                f"{key} is called {number} times in one forward and would count a unit as often: "
+                "give each use its own"
+            )
+    return Trial(y, lone[0] if lone else None)

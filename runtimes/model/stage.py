@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 
+from runtimes.model.batch_norm import repeated, running_names
 from runtimes.model.keyed import RandomKey
 from runtimes.model.skeleton import fill, tensor_names
 
@@ -35,7 +37,8 @@ class Stage(nn.Module):
     Give it weights with :meth:`bind` (a set of leaf parameters, swapped as often as one likes), or
     fill it once with copies by :meth:`materialise`.  ``names`` leads from the stage's own names of
     all parameters and buffers to those of the whole model's state dict (a tensor under several
-    names has its first).
+    names has its first); ``running`` are, of the latter, the buffers that a forward in training
+    mode updates.
     ``random`` is the key of the batch that is computed next: set it before each forward in
     training mode.  A stage and its parts share modules and key, and belong to one thread.
     """
@@ -54,7 +57,7 @@ class Stage(nn.Module):
             for number, (layer, prefix) in enumerate(zip(layers, prefixes, strict=True))
             for name in tensor_names(layer)
         }
-
+        self.running = tuple(self.names[name] for name in running_names(self))
         self._slots = list(_slots(self, self.names))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,6 +65,10 @@ class Stage(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+    def repeated(self) -> AbstractContextManager[None]:
+        """Inside, forwards of units that have been computed before leave ``running`` alone."""
+        return repeated(self)
 
     def part(self, first: int, last: int) -> Stage:
         """Layers [first, last), counted in the whole model, sharing modules and key with this."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtimes.job import Task
+from runtimes.job import BatchNorm, Task
 from runtimes.plan import Plan
 
 __all__ = ["check_peer", "equal_micro_batches"]
@@ -13,11 +13,17 @@ def equal_micro_batches(samples: int, micro_batches: int) -> int:
     return max(m for m in range(1, min(samples, micro_batches) + 1) if samples % m == 0)
 
 
-def check_peer(task: Task, batch_size: int) -> None:
-    """ValueError, naming value, limit and way out, if the peer ``task.system`` cannot run it."""
+def check_peer(task: Task, batch_size: int, batch_norm: BatchNorm | None = None) -> None:
+    """ValueError, naming value, limit and way out, if the peer ``task.system`` cannot run it, on a
+    model with that ``batch_norm``."""
     allowed = {"bucket_mb"} if task.system == "torch-ddp" else set()
     if unknown := sorted(set(task.options) - allowed):
         raise ValueError(f"{task.system} has no option {', '.join(map(repr, unknown))}")
+    if batch_norm is not None:
+        raise ValueError(
+            f"{task.system} has rules of its own for BatchNorm's running statistics, but "
+            f'model.batch_norm is "{batch_norm}": leave it out, or use a model without BatchNorm'
+        )
     plan = task.plan
     if plan.pipelines != 1:
         raise ValueError(f"{task.system} has one pipeline, not {plan.pipelines}")

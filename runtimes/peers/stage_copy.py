@@ -55,7 +55,7 @@ class StageCopy:
     """
 
     def __init__(self, job: Job, task: Task, stack: LayerStack, feed: Feed, rank: int) -> None:
-        check_peer(task, task.batch_size or job.batch_size)
+        check_peer(task, task.batch_size or job.batch_size, stack.batch_norm)
         plan = task.plan
         if plan.layers != len(stack):
             raise ValueError(

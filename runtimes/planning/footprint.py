@@ -66,6 +66,7 @@ class Footprint:
             self.weights.append(sum(map(self._size, trained)))
             self.tensors.append(len(trained))
             self.constants.append(sum(map(self._size, (*fixed, *layer.module.buffers()))))
+        self._lone = stack.lone_norms(tuple(image), self._dtype)
         #: Of every layer the first that does the same.
         self.alike = first_alike(stack, self._shapes)
         self._kept: dict[tuple[int, int, bool], LayerKeeps] = {}
@@ -113,6 +114,8 @@ class Footprint:
     def layer(self, index: int, samples: int, *, reached: bool) -> LayerKeeps:
         """What the forward of ``samples`` through layer ``index`` keeps; ``reached``: if its input
         needs a gradient."""
+        if samples == 1 and self._lone[index] is not None:
+            samples = 2  # BatchNorm refuses one, which no run has; two take more.
         key = self.alike[index], samples, reached
         if key not in self._kept:
             self._kept[key] = self._run(index, samples, reached=reached)

@@ -301,7 +301,9 @@ UNFIT = {
     "system.name=dp": "dp has one stage, not 2",
     "system.name=torch-ddp": "it takes 1 stage, not 2",
     "model.name=vit_hug_patch14_224": "unknown model 'vit_hug_patch14_224'",
-    "model.name=resnet18": "resnet18",
+    "model={name='resnet18'}": "bn1 is a BatchNorm2d: its results depend on how a batch is cut",
+    "model={name='alexnet'}": "torchvision's models take 3 channels",
+    "model.batch_norm=per-unit": "but the model has no BatchNorm: leave it out",
     "model.args.dept=3": "did you mean 'depth'",
     "model.args.in_chans=3": "images of 1 channels and 8 × 8 pixels",
     "model.args.num_classes=9": "9 outputs, but scikit-learn digits has 10 classes",
@@ -315,6 +317,43 @@ def test_what_a_model_cannot_do(tmp_path: Path, setting: str, said: str) -> None
     with pytest.raises(UserError) as caught:
         tasks_of(config, layers_of(config))
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["plan.micro_batches=16"], None),
+        (["plan.micro_batches=32"], "stage 1 gets units of 1 sample (batches of 32), of which lay"),
+        (["plan.micro_batches=32", "data.image_size=64"], None),
+        (
+            ["bench.contenders.1.system=torch-gpipe"],
+            'own for BatchNorm\'s running statistics, but model.batch_norm is "per-unit": leave it',
+        ),
+    ],
+)
+def test_batch_norm_needs_a_unit_to_normalise(settings: list[str], said: str | None) -> None:
+    config = load("vision/resnet18", settings)
+    layers = layers_of(config)
+    if said is None:
+        assert job_of(config, tasks_of(config, layers), DataSpec("", "")).model.batch_norm
+        return
+    with pytest.raises(UserError) as caught:
+        tasks_of(config, layers)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("train", "fits"), [(64, True), (66, False), (68, True)])
+def test_so_does_the_last_batch_of_a_training_run(tmp_path: Path, train: int, fits: bool) -> None:
+    text = (CONFIGS / "vision/resnet18.toml").read_text()
+    text = text[: text.index("[bench]")] + '[system]\nname = "gpipe"\n'
+    settings = ["plan={stages=2, micro_batches=2}", f"data.sizes.train={train}"]
+    config = load(write(tmp_path, text), settings)
+    if fits:
+        tasks_of(config, layers_of(config))
+        return
+    with pytest.raises(UserError, match=r"units of 1 sample \(batches of 32 and 2\), of which lay"):
+        tasks_of(config, layers_of(config))
 
 
 @pytest.mark.parametrize("name", ["smoke/digits-dappl", "smoke/base-digits", "nowhere.toml"])

@@ -6,8 +6,10 @@ import pytest
 
 from experiments.identity import bench_of, config_hash, contender_id, run_id
 from experiments.loading import load
+from experiments.paths import REPOSITORY
 
 NAME = "smoke/digits-dapple"
+REFERENCE = REPOSITORY / "results" / "reference"
 
 COSMETIC = [
     "name=other",
@@ -35,6 +37,7 @@ ESSENTIAL = [
     "plan.layers=[2, 4]",
     "plan.recompute=true",
     "model.args.depth=5",
+    "model.batch_norm=per-unit",
     "data.seed=1",
     "data.augmentation.flip=true",
     "system.options.policy=B",
@@ -53,6 +56,13 @@ def test_cosmetic_keys_leave_the_run_as_it_is(setting: str) -> None:
 @pytest.mark.parametrize("setting", ESSENTIAL)
 def test_every_other_key_makes_another_run(setting: str) -> None:
     assert config_hash(load(NAME, [setting])) != config_hash(load(NAME))
+
+
+def test_keys_that_came_later_leave_earlier_runs_their_names() -> None:
+    """Records of before name their runs by the hash of a config without the key."""
+    known = {path.name for path in REFERENCE.glob("*/*")}
+    for name in ("digits-dapple", "digits-ashpipe", "digits-ashpipe-sp", "digits-torch-ddp"):
+        assert run_id(load(f"smoke/{name}")) in known
 
 
 def test_the_id_says_what_it_is() -> None:

@@ -28,7 +28,7 @@ from tests.oracles.optimizers import clipped, stepped
 from tests.oracles.stages import Stages
 from tests.oracles.synchronous import Batch, History, Recipe, State, Update, Weights, starting
 
-__all__ = ["Ranges", "Segments", "Training", "ashpipe", "pipedream", "pipedream_2bw"]
+__all__ = ["Ranges", "Segments", "Training", "ashpipe", "parts", "pipedream", "pipedream_2bw"]
 
 Ranges = Sequence[tuple[int, int]]
 Segments = Sequence[Sequence[Batch]]
@@ -48,6 +48,8 @@ class Training:
         self.stages, self.recipe, self.rates = stages, stages.recipe, rates
         assert len(rates) == sum(len(segment) for segment in segments)
         self.latest = stages.split(state.weights)
+        if state.running:
+            stages.take_over(state.running)
         self.moments: dict[str, Mapping[str, Any]] = {
             name: state.optimizer.get(name, {}) for name in state.weights
         }
@@ -85,7 +87,8 @@ class Training:
         return {name: weight for stage in self.latest for name, weight in stage.items()}
 
     def drain(self, kept: Weights | None = None) -> None:
-        self.ends.append(State(self.weights(), dict(self.moments), self.step, kept))
+        running = self.stages.averaged()
+        self.ends.append(State(self.weights(), dict(self.moments), self.step, kept, running))
 
     def history(self) -> History:
         return History(tuple(self.updates), tuple(self.ends))
@@ -99,10 +102,12 @@ def ashpipe(
     segments: Segments,
     rates: Sequence[float],
     dtype: torch.dtype = torch.float64,
+    *,
+    replicas: Sequence[int] | None = None,
 ) -> History:
     """``segments``: the batches between drains; ``rates``: one a batch, over all segments."""
     _refuse_a_global_norm(recipe)
-    stages = Stages(build, ranges, recipe, dtype)
+    stages = Stages(build, ranges, recipe, dtype, replicas)
     run, S = Training(stages, start, segments, rates), len(stages)
     for segment in segments:
         held = [[weights] for weights in run.latest]  # held[s][v]
@@ -134,7 +139,7 @@ def pipedream(
     """``replicas``: R_s of each stage.  A round has the rate of its first unit, times R_s / R_0 if
     published.  With vertical sync all stages compute unit k on v(k) = max(0, k − (S−1))."""
     _refuse_a_global_norm(recipe)
-    stages = Stages(build, ranges, recipe, dtype)
+    stages = Stages(build, ranges, recipe, dtype, replicas, turns=True)
     run, S = Training(stages, start, segments, rates), len(stages)
     R = list(replicas or [1] * S)
     assert len(R) == S
@@ -151,7 +156,7 @@ def pipedream(
             versions = [max(0, b // R[s] - delays[s]) for s in range(S)]
             assert all(v < len(held[s]) for s, v in enumerate(versions))
             used = [held[s][v] for s, v in enumerate(versions)]
-            loss, gradients = stages.gradients(used, batch, run.step)
+            loss, gradients = stages.gradients(used, batch, run.step, unit=b)
             applied = []
             for s in range(S):
                 rounds[s].append(gradients[s])
@@ -178,9 +183,10 @@ def pipedream_2bw(
     dtype: torch.dtype = torch.float64,
     *,
     micro_batches: int = 1,
+    replicas: Sequence[int] | None = None,
 ) -> History:
     """``start.kept``, if it is there, is the W(t−1) that the first batch is computed on."""
-    stages, kept = Stages(build, ranges, recipe, dtype), starting(start).kept
+    stages, kept = Stages(build, ranges, recipe, dtype, replicas), starting(start).kept
     run = Training(stages, start, segments, rates)
     before = None if kept is None else stages.split(kept)
     for segment in segments:
@@ -189,7 +195,7 @@ def pipedream_2bw(
             used = run.latest if before is None else before
             version = run.units - (before is not None) - oldest
             loss, gradients = 0.0, [{n: torch.zeros_like(w) for n, w in ws.items()} for ws in used]
-            for part in _parts(batch, micro_batches):
+            for part in parts(batch, micro_batches):
                 share, more = stages.gradients(used, part, run.step, len(batch.labels))
                 loss += share
                 for stage in range(len(stages)):
@@ -203,9 +209,9 @@ def pipedream_2bw(
     return run.history()
 
 
-def _parts(batch: Batch, parts: int) -> list[Batch]:
-    """Contiguous, in order, part i of (B + i) // parts samples; empty ones are left out."""
-    sizes, low, found = [(len(batch.labels) + i) // parts for i in range(parts)], 0, []
+def parts(batch: Batch, number: int) -> list[Batch]:
+    """Contiguous, in order, part i of (B + i) // number samples; empty ones are left out."""
+    sizes, low, found = [(len(batch.labels) + i) // number for i in range(number)], 0, []
     for size in sizes:
         piece = slice(low, low + size)
         if size:

@@ -66,13 +66,15 @@ class State:
     """What training goes on from: any reference takes what another one left behind.
 
     ``optimizer``: parameter name → state name → value; ``step`` counts the updates (units, in the
-    asynchronous systems) so far; ``kept`` is the version before ``weights``, where one lives on.
+    asynchronous systems) so far; ``kept`` is the version before ``weights``, where one lives on;
+    ``running`` are BatchNorm's running statistics.
     """
 
     weights: Weights
     optimizer: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     step: int = 0
     kept: Weights | None = None
+    running: Weights = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torchvision.models import VGG, AlexNet, ResNet
+from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from runtimes.execution.engine import Segment
 from runtimes.execution.inprocess import InProcess
@@ -21,9 +24,11 @@ from runtimes.job import DataSpec, Job, LearningRate, ModelSpec, OptimizerSpec, 
 from runtimes.model.stack import LayerStack
 from runtimes.plan import Plan
 from tests.oracles import asynchronous
-from tests.oracles.synchronous import Batch, History, Recipe, train, vision_transformer
+from tests.oracles.synchronous import Batch, History, Recipe, State, train, vision_transformer
+from tests.oracles.units import flushed
 
 __all__ = [
+    "BATCH_NORM",
     "EPOCH",
     "MODELS",
     "ODD_EPOCHS",
@@ -90,6 +95,81 @@ def _in_place() -> nn.Sequential:
     )
 
 
+def _on_meta(kind: type[nn.Module], *arguments: Any, **more: Any) -> nn.Module:
+    """A model of torchvision's, whose parts are then replaced by ones of a size for tests."""
+    with torch.device("meta"):
+        return kind(*arguments, **more)
+
+
+def _classifier(width: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(width, 10), nn.ReLU(inplace=True), nn.Dropout(0.3),
+        nn.Linear(10, 8), nn.ReLU(inplace=True), nn.Dropout(0.2),
+        nn.Linear(8, 4),
+    )  # fmt: skip
+
+
+def _alexnet() -> nn.Module:
+    model = _on_meta(AlexNet)
+    model.features = nn.Sequential(
+        nn.Conv2d(1, 4, 3, stride=2, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 1),
+        nn.Conv2d(4, 6, 3, padding=1), nn.ReLU(inplace=True),
+        nn.Conv2d(6, 5, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+    )  # fmt: skip
+    model.avgpool = nn.AdaptiveAvgPool2d(2)
+    model.classifier = nn.Sequential(nn.Dropout(0.3), *_classifier(20))
+    return model
+
+
+def _normalised(inside: int, outside: int) -> list[nn.Module]:
+    # Without a bias, whose gradient would be 0 but for rounding.
+    convolution = nn.Conv2d(inside, outside, 3, padding=1, bias=False)
+    return [convolution, nn.BatchNorm2d(outside), nn.ReLU(inplace=True)]
+
+
+def _vgg() -> nn.Module:
+    features = nn.Sequential(
+        *_normalised(1, 4), nn.MaxPool2d(2), *_normalised(4, 6), *_normalised(6, 6), nn.MaxPool2d(2)
+    )
+    model = _on_meta(VGG, features, init_weights=False)
+    model.avgpool = nn.AdaptiveAvgPool2d(3)
+    model.classifier = _classifier(54)
+    return model
+
+
+def _reduced(kind: Any, inside: int, width: int, outside: int, stride: int) -> nn.Module:
+    """A block that shrinks the map, or widens it."""
+    down = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+    block: nn.Module = kind(inside, width, stride, down)
+    return block
+
+
+def _resnet() -> nn.Module:
+    """Maps of 8, 4 and 2 pixels a side."""
+    model = _on_meta(ResNet, BasicBlock, [1, 1, 1, 1])
+    model.conv1, model.bn1 = nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+    model.layer1 = nn.Sequential(BasicBlock(4, 4))
+    model.layer2 = nn.Sequential(_reduced(BasicBlock, 4, 6, 6, 2), BasicBlock(6, 6))
+    model.layer3 = nn.Sequential(_reduced(Bottleneck, 6, 2, 8, 1))
+    model.layer4 = nn.Sequential(Bottleneck(8, 2))
+    model.fc = nn.Linear(8, 4)
+    return model
+
+
+def _norms() -> nn.Sequential:
+    """BatchNorm of one value a channel and sample, without weights, and at an end of a stage."""
+    return nn.Sequential(
+        nn.Sequential(nn.BatchNorm2d(1), nn.GELU()),
+        nn.Flatten(),
+        nn.Linear(64, 12, bias=False),
+        nn.Sequential(nn.BatchNorm1d(12, momentum=0.3), nn.ReLU(inplace=True)),
+        nn.Dropout(0.2),
+        nn.Linear(12, 8, bias=False),
+        nn.BatchNorm1d(8, affine=False),
+        nn.Linear(8, 4),
+    )
+
+
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "vit": lambda: vision_transformer(**VIT),
     "vit-drops": lambda: vision_transformer(**VIT, **DROPS),
@@ -98,7 +178,13 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     ),
     "widths": _widths,
     "in-place": _in_place,
+    "alexnet": _alexnet,
+    "vgg": _vgg,
+    "resnet": _resnet,
+    "norms": _norms,
 }
+#: Those whose results depend on how a batch is cut.
+BATCH_NORM = frozenset({"vgg", "resnet", "norms"})
 #: Three batches an epoch, the last of them smaller than most numbers of units and of replicas.
 EPOCH = (18, 18, 1)
 SAMPLES = sum(EPOCH)
@@ -222,7 +308,8 @@ def _arrays(data: int, samples: int) -> tuple[np.ndarray[Any, Any], np.ndarray[A
 
 @cache
 def stack_of(model: str) -> LayerStack:
-    return LayerStack.from_module(MODELS[model]())
+    batch_norm: Any = "per-unit" if model in BATCH_NORM else None
+    return LayerStack.from_module(MODELS[model](), batch_norm)
 
 
 @cache
@@ -231,7 +318,14 @@ def initial_weights(model: str) -> dict[str, Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         state = MODELS[model]().double().state_dict()
-        return {name: value + 0.2 * torch.randn_like(value) for name, value in state.items()}
+        return {name: _larger(name, value) for name, value in state.items()}
+
+
+def _larger(name: str, value: Tensor) -> Tensor:
+    if not value.is_floating_point():
+        return value + 7
+    noisy = value + 0.2 * torch.randn_like(value)
+    return noisy.abs() if name.endswith("running_var") else noisy
 
 
 def job_of(case: Case) -> Job:
@@ -282,7 +376,11 @@ def train_in_process(case: Case) -> Outcome:
 def reference(case: Case) -> History:
     """What the same batches give in one process; equal references are computed once."""
     bare = replace(case, recompute=False, cuts=())
-    if case.system == "ashpipe":
+    if case.model in BATCH_NORM:
+        delayed = case.system in ("ashpipe", "pipedream", "pipedream_2bw")
+        options = case.options if case.system == "pipedream" else ()
+        bare = replace(bare, system=case.system if delayed else "flush", options=options)
+    elif case.system == "ashpipe":
         bare = replace(bare, replicas=None, options=())
     elif case.system == "pipedream_2bw":
         bare = replace(bare, replicas=None)
@@ -316,20 +414,32 @@ def _reference(case: Case) -> History:
     rates = [spec.lr if step < len(case.epoch) else spec.lr * 0.5 for step in steps]
     dtype = getattr(torch, case.precision)
     batches = [feed.batch(step) for step in steps]
-    start = MODELS[case.model], initial_weights(case.model), recipe
+    start: Any = MODELS[case.model], initial_weights(case.model), recipe
     if not case.system:
         return train(*start, batches, rates, dtype)
+    if case.model in BATCH_NORM:
+        start = MODELS[case.model], _state(case.model), recipe
     following = iter(batches)
     segments = [[next(following) for _ in segment] for segment in case.segments]
     ranges = [(stage.first, stage.last) for stage in case.plan.stages]
     rest = ranges, segments, rates, dtype
+    units: dict[str, Any] = {"micro_batches": case.micro_batches, "replicas": case.replicas}
+    if case.system == "flush":
+        return flushed(*start, *rest, **units)
     if case.system == "ashpipe":
-        return asynchronous.ashpipe(*start, *rest)
+        return asynchronous.ashpipe(*start, *rest, replicas=case.replicas)
     if case.system == "pipedream_2bw":
-        return asynchronous.pipedream_2bw(*start, *rest, micro_batches=case.micro_batches)
+        return asynchronous.pipedream_2bw(*start, *rest, **units)
     options = dict(case.options)
     options.pop("drain", None)
     return asynchronous.pipedream(*start, *rest, replicas=case.replicas, **options)
+
+
+def _state(model: str) -> State:
+    """The initial weights, with running statistics apart."""
+    values, buffers = initial_weights(model), dict(MODELS[model]().named_buffers())
+    weights = {name: value for name, value in values.items() if name not in buffers}
+    return State(weights, running={name: values[name] for name in buffers})
 
 
 def differences(
@@ -361,7 +471,9 @@ def faults(case: Case, outcome: Outcome) -> list[str]:
         if loss is None or not abs(loss - update.loss) <= limit * update.loss:
             found.append(f"loss of step {step}: {loss}, but {update.loss}")
     last = -1
-    for segment in case.segments:
+    # The references of synchronous systems have no drains, and no running statistics.
+    drains = [end.running for end in history.ends] if case.model in BATCH_NORM else []
+    for segment, running in zip_longest(case.segments, drains, fillvalue={}):
         last += len(segment)
         update, seen = history.updates[last], set()
         for rank, gradients in enumerate(outcome.gradients[last]):
@@ -370,7 +482,7 @@ def faults(case: Case, outcome: Outcome) -> list[str]:
             wrong = differences(gradients, expected, limit)
             found += [f"gradient of step {last} on rank {rank}: {line}" for line in wrong]
         found += [f"no gradient of {name}" for name in update.gradients.keys() - seen]
-        wrong = differences(outcome.weights[last], update.weights, limit)
+        wrong = differences(outcome.weights[last], update.weights | dict(running), limit)
         found += [f"weight after step {last}: {line}" for line in wrong]
     wrong = differences(_flat(outcome.optimizer), _flat(history.optimizer), limit)
     return found + [f"optimizer's state: {line}" for line in wrong]

@@ -109,6 +109,49 @@ def test_batch_norm() -> None:
     LayerStack.from_module(nn.Sequential(nn.InstanceNorm2d(4)))
 
 
+class MyBatchNorm(nn.BatchNorm1d):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (nn.SyncBatchNorm(4), "0 is a SyncBatchNorm, which does not run per unit"),
+        (MyBatchNorm(4), "0 is a MyBatchNorm, which does not run per unit"),
+        (nn.BatchNorm1d(4, momentum=None), "momentum None, a mean over all units.*set a momentum"),
+        (nn.BatchNorm1d(4, track_running_stats=False), "set track_running_stats = True"),
+        (nn.Linear(4, 4), 'model.batch_norm is "per-unit", but the model has no BatchNorm'),
+    ],
+    ids=["sync", "subclass", "cumulative", "untracked", "none"],
+)
+def test_batch_norms_that_cannot_run_per_unit(module: nn.Module, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LayerStack.from_module(nn.Sequential(module), "per-unit")
+
+
+def test_a_batch_norm_that_is_called_twice_would_count_a_unit_twice() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.norm(x))
+
+    stack = LayerStack.from_module(nn.Sequential(Twice()), "per-unit")
+    with pytest.raises(ValueError, match=r"0\.norm is called 2 times .*count a unit as often"):
+        stack.output_shapes((2,))
+
+
+def test_batch_norms_that_cannot_normalise_a_single_sample_are_known() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.MaxPool2d(2), nn.BatchNorm2d(2), nn.Flatten(),
+        nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.BatchNorm1d(3)),
+    )  # fmt: skip
+    stack = LayerStack.from_module(model, "per-unit")
+    assert stack.lone_norms((1, 4, 4)) == (None, None, None, "3", None, None, "6.1")
+
+
 class Counts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +282,13 @@ def test_layers_that_do_not_fit() -> None:
     [
         ("vit_hugh_patch14_224", {}, "unknown model 'vit_hugh_patch14_224': did you mean vit_huge"),
         ("qqqqqq", {}, "unknown model 'qqqqqq': use VisionTransformer"),
-        ("resnet18", {}, "class ResNet cannot be cut"),
+        ("resnet26", {}, "class ResNet cannot be cut"),
+        ("resnet19", {}, "unknown model 'resnet19': did you mean resnet1"),
+        ("vgg11_bn", {}, r'features\.1 is a BatchNorm2d.*set model.batch_norm = "per-unit"'),
+        ("alexnet", {"num_clases": 3}, "torchvision cannot build.*did you mean 'num_classes'"),
+        ("alexnet", {"weights": "DEFAULT"}, "'weights'.*seed or a checkpoint"),
+        ("resnet18", {"pretrained": True}, "'pretrained'.*seed or a checkpoint"),
+        ("vgg11", {"init_weights": False}, "'init_weights'.*seed or a checkpoint"),
         ("VisionTransformer", {"embed_dimm": 8}, "did you mean 'embed_dim' for 'embed_dimm'"),
         ("vit_tiny_patch16_224", {"depht": 8}, "did you mean 'depth' for 'depht'"),
         ("VisionTransformer", {"embed_dim": 10, "num_heads": 3}, "timm cannot build"),

@@ -66,6 +66,11 @@ CASES = [
     case("dapple", 2, 6, model="vit-drops", batch=15),
     case("ashpipe", 3, replicas=(1, 2, 1), model="vit-registers", precision="float64"),
     case("gpipe", 3, 4, precision="bf16"),
+    # Convolutions, pooling with its indices of 8 bytes, running statistics.
+    case("ashpipe", 3, replicas=(2, 1, 1), model="resnet", cuts=(1,)),
+    case("dapple", 2, 4, model="resnet", recompute=True, optimizer="adamw"),
+    case("gpipe", 3, 4, model="vgg"),
+    case("ashpipe", 3, model="alexnet"),
 ]
 
 
