@@ -25,12 +25,19 @@ COSMETIC = (
     ("train", "action_timeout_s"),
     ("data", "root"),
     ("data", "download"),
+    # What decides is the hashes of their contents.
+    ("launch", "profile"),
+    ("launch", "cluster"),
     ("launch", "node_rank"),
     ("launch", "address"),
     ("launch", "port"),
     ("launch", "local_address"),
     ("launch", "rendezvous"),
 )
+
+
+#: Keys that only an emulated run has: to others they are nothing, not even null.
+_EMULATION = ("profile_hash", "cluster_hash", "truncation")
 
 
 def config_hash(config: Config) -> str:
@@ -41,6 +48,9 @@ def config_hash(config: Config) -> str:
         for key in path:
             node = node[key]
         node.pop(last, None)
+    for key in _EMULATION:
+        if document["launch"][key] is None:
+            del document["launch"][key]
     if config.system is not None:
         document["system"]["options"] = _options(config.system.name, config.system.options)
     if config.switch is not None:

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from experiments.config import Config
+from experiments.emulation import PIXEL
 from experiments.resolve import image_of, job_of, stack_of
 from runtimes.job import DataSpec, Precision, Task
 
@@ -34,9 +35,8 @@ def memory_needed(config: Config, tasks: Sequence[Task], batch_size: int) -> Cou
     from runtimes.planning.memory import memory_peaks
 
     job = replace(job_of(config, tuple(tasks), DataSpec("", "")), batch_size=batch_size)
-    footprint = _footprint(
-        stack_of(config), image_of(config), job.precision, job.device, job.label_smoothing
-    )
+    image = PIXEL if config.launch.device == "emulated" else image_of(config)
+    footprint = _footprint(stack_of(config), image, job.precision, job.device, job.label_smoothing)
     peaks = [memory_peaks(job, task, footprint) for task in tasks]
     together = _contenders if config.switch is None else _successors
     held = [together([peak.at_once for peak in of_rank]) for of_rank in zip(*peaks, strict=True)]

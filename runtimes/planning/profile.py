@@ -13,9 +13,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from runtimes.job import ModelSpec, Precision
+from runtimes.job import ModelSpec, OptimizerSpec, Precision
 
-__all__ = ["SCHEMA", "LayerProfile", "Links", "Profile", "Spread", "interpolated"]
+__all__ = [
+    "SCHEMA",
+    "LayerProfile",
+    "Links",
+    "Profile",
+    "Spread",
+    "interpolated",
+    "optimizer_key",
+]
 
 SCHEMA = "pipebench.profile/1"
 
@@ -137,7 +145,9 @@ class Profile:
                 values["links"] = Links(**links)
             return cls(**values)
         except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"a profile of schema {SCHEMA} that lacks something: {error}") from error
+            raise ValueError(
+                f"a profile of schema {SCHEMA} that lacks something: {error}"
+            ) from error
 
     @classmethod
     def load(cls, path: Path) -> Profile:
@@ -167,6 +177,11 @@ def _layer(document: Mapping[str, Any]) -> LayerProfile:
 def _by_number(document: Mapping[Any, Any]) -> dict[int, Any]:
     """JSON has only texts for keys."""
     return {int(key): value for key, value in document.items()}
+
+
+def optimizer_key(spec: OptimizerSpec) -> str:
+    """The method in ``Profile.optimizer_seconds_per_byte``: "sgd", "sgd-momentum" or "adamw"."""
+    return "sgd-momentum" if spec.name == "sgd" and spec.momentum else spec.name
 
 
 def interpolated(times: Mapping[int, Spread], samples: int, what: str) -> float:
