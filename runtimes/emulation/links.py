@@ -64,6 +64,9 @@ class Delays:
 
     # -- messages --------------------------------------------------------------------------
 
+    def now(self) -> int:
+        return self._device.now()
+
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """For a message to be received into."""
         return torch.empty(

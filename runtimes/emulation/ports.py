@@ -57,8 +57,9 @@ class Ports:
             for number, port in enumerate(ports):
                 place = self._place[port]
                 (free,) = _TIME.unpack_from(self._free, place)
-                at = max(earliest, free)
-                _TIME.pack_into(self._free, place, at + hold)
+                # What takes no time fits in at any time.
+                at = max(earliest, free) if hold else earliest
+                _TIME.pack_into(self._free, place, max(free, at + hold))
                 if number == 0:
                     begin, earliest = at, at + latency
                 else:

@@ -59,7 +59,7 @@ class _Link:
     other: int
     group: dist.ProcessGroup
     shape: Sequence[int]
-    #: With the time of posting.
+    #: With the time of posting, if messages are delayed.
     posted: deque[tuple[dist.Work, Tensor, int]] = field(default_factory=deque)
     sent: deque[tuple[int, dist.Work, Tensor]] = field(default_factory=deque)
 
@@ -129,13 +129,14 @@ class _End:
             link = self._link(action)
             assert action.interval is not None
             shape = (action.interval[1] - action.interval[0], *link.shape)
+            now = 0
             if self.delays is None:
                 tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
             else:
-                tensor = self.delays.buffer(shape, self.dtype, self.device)
+                tensor, now = self.delays.buffer(shape, self.dtype, self.device), self.delays.now()
             work = dist.irecv(tensor, src=link.other, group=link.group)
             assert work is not None
-            link.posted.append((work, tensor, perf_counter_ns()))
+            link.posted.append((work, tensor, now))
 
     def ready(self, action: Action) -> bool:
         """A single stream has nothing else to do: it blocks in the wait."""

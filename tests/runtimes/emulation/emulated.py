@@ -21,8 +21,9 @@ from runtimes.peers.pipelining import PipeliningEngine
 from runtimes.plan import Plan
 from runtimes.planning.profile import Profile
 from runtimes.systems import SYSTEMS
+from tests.runtimes.emulation.clocks import Clock, device_at
 
-__all__ = ["Feed", "Run", "job_of", "train"]
+__all__ = ["Feed", "Run", "job_of", "stack_of", "train"]
 
 CLASSES = 10
 
@@ -86,6 +87,10 @@ class Run:
     late_s: float
 
 
+def time(clock: Clock | None) -> float:
+    return perf_counter() if clock is None else clock.time / 1e9
+
+
 def stack_of(job: Job, device: Device | None = None) -> EmulatedStack:
     assert job.emulation is not None
     assert job.emulation.profile is not None
@@ -97,8 +102,9 @@ def stack_of(job: Job, device: Device | None = None) -> EmulatedStack:
     )
 
 
-def train(rank: int, world_size: int, job: Job, batches: int) -> Run:
-    device = Device()
+def train(rank: int, world_size: int, job: Job, batches: int, *, clock: Clock | None = None) -> Run:
+    """One rank trains a first batch, and then, timed, as many as asked for."""
+    device = Device() if clock is None else device_at(clock)
     stack, feed, (task,) = stack_of(job, device), Feed(job.batch_size), job.tasks
     if task.system in SYSTEMS:
         engine: Engine = DistributedEngine(job, task, stack, feed, rank)
@@ -108,8 +114,8 @@ def train(rank: int, world_size: int, job: Job, batches: int) -> Run:
         engine = PipeliningEngine(job, task, stack, feed, rank)
     engine.train(Segment(0, (job.batch_size,)))
     torch.distributed.barrier()
-    begin = perf_counter()
+    seconds = time(clock)
     report = engine.train(Segment(1, (job.batch_size,) * batches))
-    seconds = perf_counter() - begin
+    seconds = time(clock) - seconds
     weights = {name: value.clone() for name, value in engine.state()["weights"].items()}
     return Run(seconds, report, weights, device.waits, device.late / 1e9)
