@@ -73,9 +73,12 @@ def layers_of(config: Config) -> Layers:
     else:
         layers = _layers(name, _arguments(config), image_of(config))
     if layers.outputs != classes:
+        way_out = f"model.args.num_classes = {classes}"
+        if config.launch.device == "emulated":
+            way_out = f"data.classes = {layers.outputs}"
         raise UserError(
             f"model {name!r} has {layers.outputs} outputs, but {known.title} has {classes} classes:"
-            f" set model.args.num_classes = {classes}"
+            f" set {way_out}"
         )
     return layers
 
