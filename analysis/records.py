@@ -350,7 +350,7 @@ def _unfinished(directory: Path, config: Mapping[str, Any]) -> list[_Result]:
             label=contender["label"],
             seed=config["train"]["seed"],
             status="unfinished",
-            evidence=Evidence.MEASURED.label,
+            evidence=_evidence(config.get("launch", {})),
             transport=config.get("launch", {}).get("transport", "distributed"),
             switch=contender.get("switch"),
             batch_size=contender.get("batch_size") or config["train"]["batch_size"],
@@ -358,6 +358,12 @@ def _unfinished(directory: Path, config: Mapping[str, Any]) -> list[_Result]:
         )
         results.append(result)
     return results
+
+
+def _evidence(launch: Mapping[str, Any]) -> str:
+    """The class of the times that a launch was to have."""
+    emulated = launch.get("device") == "emulated" or launch.get("cluster") is not None
+    return (Evidence.EMULATED if emulated else Evidence.MEASURED).label
 
 
 def _unfinished_run(config: Mapping[str, Any]) -> dict[str, Any]:

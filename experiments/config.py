@@ -105,11 +105,21 @@ class Launch(Section):
     """Where ranks run: each in a process of its own, or, in-process, all in one, for what they
     learn and not for how fast.
 
+    On ``device`` "emulated" layers only wait, as long as a ``profile`` says (a name, or the path of
+    a .json file), and tensors have one of ``truncation`` elements.  With a ``cluster`` (a name, or
+    the path of a .toml file) messages and reductions take as long as on it.  The ``…_hash`` of
+    either's content is filled in when the config is loaded.
+
     ``nodes`` hosts, this one being ``node_rank``, meet at ``address``:``port`` (0: any free one);
     ``local_address`` is this host's own, if not found by its name.
     """
 
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Literal["cpu", "cuda", "emulated"] = "cpu"
+    profile: str | None = None
+    profile_hash: str | None = None
+    cluster: str | None = None
+    cluster_hash: str | None = None
+    truncation: Count | None = None
     transport: Literal["distributed", "in-process"] = "distributed"
     pin_cores: bool = False
     nodes: Count = 1
@@ -129,6 +139,32 @@ class Launch(Section):
             )
         if self.port == 0 and (self.nodes > 1 or self.rendezvous == "static"):
             raise ValueError("port is 0 (any), but several nodes, or static ones, need a fixed one")
+        return self
+
+    @property
+    def emulated(self) -> bool:
+        """Whether times are those of hardware that is not here."""
+        return self.device == "emulated" or self.cluster is not None
+
+    @model_validator(mode="after")
+    def _what_stands_in(self) -> Launch:
+        if self.device == "emulated" and self.profile is None:
+            raise ValueError('device "emulated" waits as a profile says: give one in profile')
+        for name in ("profile", "truncation"):
+            if self.device != "emulated" and getattr(self, name) is not None:
+                raise ValueError(
+                    f'{name} is for device "emulated", but device is "{self.device}": leave it out'
+                )
+        if self.cluster is not None and self.device == "cuda":
+            raise ValueError(
+                'cluster delays messages between CPU processes, but device is "cuda": use "cpu" or '
+                '"emulated"'
+            )
+        if self.emulated and self.nodes > 1:
+            raise ValueError(
+                f"what is emulated takes one host, whose clock all ranks read, but nodes is "
+                f"{self.nodes}: set nodes to 1"
+            )
         return self
 
 
@@ -286,6 +322,27 @@ class Config(Section):
                 f"{self.train.epochs}: choose an earlier epoch, or train for longer"
             )
         return self
+
+    @model_validator(mode="after")
+    def _emulated_benchmarks_only(self) -> Config:
+        launch = self.launch
+        if launch.emulated and self.bench is None:
+            which = 'device "emulated"' if launch.device == "emulated" else "a cluster"
+            raise ValueError(
+                f"launch: {which} is for benchmarks, and this is a training run, whose accuracy "
+                "would be none: give it a [bench]"
+            )
+        if launch.device == "emulated" and self.data.set != "random":
+            raise ValueError(
+                f'data.set is "{self.data.set}", but layers that only wait see nothing: set it to '
+                '"random"'
+            )
+        return self
+
+    @property
+    def evidence(self) -> Literal["measured", "emulated"]:
+        """The class of its times."""
+        return "emulated" if self.launch.emulated else "measured"
 
     @property
     def label(self) -> str:

@@ -18,11 +18,11 @@ __all__ = ["environment", "machine"]
 _PACKAGES = ("torch", "torchvision", "timm", "numpy", "scikit-learn", "wandb")
 
 
-def environment() -> dict[str, Any]:
-    """The content of a run's env.json."""
+def environment(evidence: str) -> dict[str, Any]:
+    """The content of a run's env.json; ``evidence``: the class of its times."""
     return {
         "schema": "pipebench.env/1",
-        "evidence": "measured",
+        "evidence": evidence,
         "machine": machine(),
         "python": platform.python_version(),
         "versions": {name: found for name in _PACKAGES if (found := _version(name))},

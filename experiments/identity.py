@@ -26,6 +26,9 @@ COSMETIC = (
     ("train", "action_timeout_s"),
     ("data", "root"),
     ("data", "download"),
+    # What decides is the hashes of their contents.
+    ("launch", "profile"),
+    ("launch", "cluster"),
     ("launch", "node_rank"),
     ("launch", "address"),
     ("launch", "port"),
@@ -35,7 +38,12 @@ COSMETIC = (
 
 #: Keys that configs did not always have: left out where they say nothing, so that earlier runs keep
 #: their names.
-LATER = (("model", "batch_norm"),)
+LATER = (
+    ("model", "batch_norm"),
+    ("launch", "profile_hash"),
+    ("launch", "cluster_hash"),
+    ("launch", "truncation"),
+)
 
 
 def config_hash(config: Config) -> str:

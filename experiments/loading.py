@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from experiments.complaints import in_words
 from experiments.config import Config
+from experiments.emulation import with_hashes
 from experiments.errors import UserError, did_you_mean, one_line
 from experiments.overrides import apply_scale, merged, parse_setting, with_settings
 from experiments.paths import CONFIGS
@@ -108,7 +109,7 @@ def _checked(document: Mapping[str, Any], shown: str) -> Config:
     except ValidationError as error:
         raise UserError(in_words(error, Config, shown)) from None
     _check_systems(config, shown)
-    return config
+    return with_hashes(config, shown)
 
 
 def _name(file: Path) -> str:
@@ -152,6 +153,11 @@ def _check_systems(config: Config, file: str) -> None:
             raise UserError(
                 f"{file}: {name} is a peer, which takes a process for each rank, but "
                 'launch.transport is "in-process": set it to "distributed"'
+            )
+        if name in PEERS and config.launch.cluster is not None:
+            raise UserError(
+                f"{file}: {name} is a peer, whose messages launch.cluster does not delay: leave "
+                f"one of them out, or use {PEERS[name][1]}"
             )
         if name in PEERS and config.switch is not None:
             raise UserError(

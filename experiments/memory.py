@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from experiments.config import Config
+from experiments.emulation import PIXEL
 from experiments.resolve import image_of, job_of, stack_of
 from runtimes.job import DataSpec, Job, Precision, Task
 
@@ -48,9 +49,8 @@ def memory_peaks_of(config: Config, job: Job, task: Task) -> list[Peak]:
     """What each rank of one task holds at most; ``job``: of the config, but for its batch size."""
     from runtimes.planning.memory import memory_peaks
 
-    footprint = _footprint(
-        stack_of(config), image_of(config), job.precision, job.device, job.label_smoothing
-    )
+    image = PIXEL if config.launch.device == "emulated" else image_of(config)
+    footprint = _footprint(stack_of(config), image, job.precision, job.device, job.label_smoothing)
     return memory_peaks(job, task, footprint)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["CLUSTERS", "CONFIGS", "REPOSITORY", "results_root"]
+__all__ = ["CLUSTERS", "CONFIGS", "PROFILES", "REPOSITORY", "results_root"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = Path(__file__).resolve().parent / "configs"
 CLUSTERS = Path(__file__).resolve().parent / "clusters"
+PROFILES = Path(__file__).resolve().parent / "profiles"
 
 
 def results_root() -> Path:

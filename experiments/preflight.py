@@ -38,7 +38,7 @@ def missing_hardware(config: Config, tasks: Sequence[Task]) -> str | None:
             f"{world} ranks do not share out over launch.nodes = {config.launch.nodes}: "
             "every node runs equally many"
         )
-    if config.launch.device == "cpu":
+    if config.launch.device != "cuda":
         return _missing_memory(config, tasks, f"{here} ranks need", "memory here")
     processes = 1 if config.launch.transport == "in-process" else here
     reason = _missing_accelerators(processes)
@@ -68,7 +68,7 @@ def _missing_memory(config: Config, tasks: Sequence[Task], who: str, what: str) 
 
 def _free_memory(config: Config) -> int:
     """Bytes that this machine has for all processes, or its smallest device for one."""
-    if config.launch.device == "cpu":
+    if config.launch.device != "cuda":
         return int(psutil.virtual_memory().available)
     import torch
 

@@ -73,7 +73,7 @@ def profiled(wanted: Wanted, progress: Progress, stop: threading.Event) -> Profi
     request, stack = _request(wanted)
     spec = _spec(wanted, request)
     _check_output(wanted.output)
-    found = environment()
+    found = environment("measured")
     known = {key: found[key] for key in ("python", "versions", "commit")}
     if spec is not None:
         profile = _computed(wanted, request, stack, spec)

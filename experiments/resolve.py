@@ -12,6 +12,7 @@ from experiments.config import Config, Contender
 from experiments.config import Plan as PlanSection
 from experiments.data import DATA_SETS
 from experiments.data.arrays import check_held_out
+from experiments.emulation import emulated_stack, emulation_of, profile_of
 from experiments.errors import UserError, one_line
 from runtimes.job import (
     Augmentation,
@@ -60,18 +61,25 @@ class Layers:
 
 
 def layers_of(config: Config) -> Layers:
-    """The layers of the config's model, which is built without memory for its weights.
+    """The layers of the config's model, which is built without memory for its weights, or of the
+    profile that stands in for it.
 
     Raises UserError for a model that does not exist, cannot be cut, or does not fit the images.
     """
     known = DATA_SETS[config.data.set]
     classes = config.data.classes or known.classes
     name = config.model.name
-    layers = _layers(_text(config), image_of(config))
+    if config.launch.device == "emulated":
+        layers = _profiled_layers(config)
+    else:
+        layers = _layers(_text(config), image_of(config))
     if layers.outputs != classes:
+        way_out = f"model.args.num_classes = {classes}"
+        if config.launch.device == "emulated":
+            way_out = f"data.classes = {layers.outputs}"
         raise UserError(
             f"model {name!r} has {layers.outputs} outputs, but {known.title} has {classes} classes:"
-            f" set model.args.num_classes = {classes}"
+            f" set {way_out}"
         )
     return layers
 
@@ -83,7 +91,10 @@ def image_of(config: Config) -> tuple[int, int, int]:
 
 
 def stack_of(config: Config) -> LayerStack:
-    """The config's model without memory for its weights; UserError if there is none."""
+    """The config's model without memory for its weights, or what stands in for it, where no time
+    passes; UserError if there is none."""
+    if config.launch.device == "emulated":
+        return emulated_stack(config, optimizer_of(config))
     return _stack(_text(config))
 
 
@@ -94,6 +105,16 @@ def model_of(config: Config) -> ModelSpec:
 def _text(config: Config) -> str:
     """The model, as a key of caches."""
     return json.dumps(config.model.model_dump(), sort_keys=True, default=str)
+
+
+def _profiled_layers(config: Config) -> Layers:
+    """At their real sizes."""
+    layers, size = profile_of(config, image_of(config)).layers, parameter_bytes(config)
+    return Layers(
+        tuple(layer.name for layer in layers),
+        tuple(layer.parameter_bytes // size for layer in layers),
+        layers[-1].output_bytes // size,
+    )
 
 
 @lru_cache(maxsize=8)
@@ -323,7 +344,7 @@ def job_of(
         optimizer=optimizer_of(config),
         learning_rate=LearningRate(**rate.model_dump()),
         precision=train.precision,
-        device=config.launch.device,
+        device="cpu" if config.launch.device == "emulated" else config.launch.device,
         evaluate_every=train.evaluate_every,
         checkpoint_every=train.checkpoint_every,
         evaluation_batch_size=train.evaluation_batch_size,
@@ -335,4 +356,5 @@ def job_of(
         switch=_switch(config, tasks),
         transport=config.launch.transport,
         start_from=start_from,
+        emulation=emulation_of(config),
     )

@@ -13,6 +13,7 @@ import tomli_w
 
 from experiments.config import Config
 from experiments.data import prepare as prepare_data
+from experiments.emulation import PIXEL, check_emulation
 from experiments.environment import environment
 from experiments.errors import UserError, one_line
 from experiments.identity import run_id
@@ -22,7 +23,7 @@ from experiments.origin import origin_of
 from experiments.outcome import Outcome
 from experiments.preflight import check_checkpoint, check_launch, disk_bytes, missing_hardware
 from experiments.progress import EventTail, Progress, describe
-from experiments.resolve import Layers, job_of, layers_of, tasks_of
+from experiments.resolve import Layers, job_of, layers_of, optimizer_of, tasks_of
 from experiments.store import Lock, RunDirectory, Store
 from experiments.summary import FINISHED, contender_events, last_status, record_ids, summarise
 from runtimes.job import DataSpec, Job, Task
@@ -50,6 +51,7 @@ def prepare(config: Config) -> Prepared:
     """All that can be said before anything is written; UserError for what no machine can run."""
     layers = layers_of(config)
     tasks = tasks_of(config, layers)
+    check_emulation(config, tasks, optimizer_of(config))
     return Prepared(config, run_id(config), layers, tasks, missing_hardware(config, tasks))
 
 
@@ -98,7 +100,7 @@ def execute(
         }
         if _finished(prepared, run):
             progress.say(f"{config.title}: done before, in {run.path}")
-            results = _records(config, run, _known_environment(run), force=False)
+            results = _records(config, run, _known_environment(config, run), force=False)
         elif prepared.missing is not None:
             results = _skip(prepared, run)
         else:
@@ -128,12 +130,12 @@ def _tell(config: Config, results: list[RunResult], progress: Progress) -> None:
     progress.say(f"{config.title}: {first['status']}{why}")
 
 
-def _known_environment(run: RunDirectory) -> Mapping[str, Any]:
-    return run.read_json("env.json") or environment()
+def _known_environment(config: Config, run: RunDirectory) -> Mapping[str, Any]:
+    return run.read_json("env.json") or environment(config.evidence)
 
 
 def _skip(prepared: Prepared, run: RunDirectory) -> list[RunResult]:
-    found = environment()
+    found = environment(prepared.config.evidence)
     _describe(prepared.config, run, found)
     # Appended: an earlier attempt, with more free memory, may have got somewhere.
     run.append(Outcome("skipped_hardware", prepared.missing).to_event(time.time()))
@@ -171,7 +173,7 @@ def _attempt(
         None if origin is None else str(origin.path),
     )
 
-    found = environment()
+    found = environment(config.evidence)
     _describe(config, run, found)
     earlier = [event["attempt"] for event in run.events() if event["event"] == "launch"]
     run.cut_events(0 if manifest is None else manifest.events)
@@ -205,10 +207,13 @@ def _attempt(
 
 def _data(config: Config, cache: Path) -> DataSpec:
     data = config.data
+    side, channels = data.image_size, data.channels
+    if config.launch.device == "emulated":
+        channels, side, _ = PIXEL
     try:
         return prepare_data(
             data.set,
-            image_size=data.image_size,
+            image_size=side,
             cache=cache,
             root=None if data.root is None else Path(data.root).expanduser().absolute(),
             train_samples=data.sizes.train,
@@ -216,7 +221,7 @@ def _data(config: Config, cache: Path) -> DataSpec:
             held_out=data.sizes.held_out,
             seed=data.seed,
             download=data.download,
-            channels=data.channels,
+            channels=channels,
             classes=data.classes,
         )
     except ValueError as error:
@@ -266,7 +271,7 @@ def _records(
 def recompute(run: RunDirectory) -> RunResult:
     """result.json of a record, made anew from the other files of its directory."""
     config = load(str(run.path / "config.toml"))
-    result = summarise(config, run.id, _known_environment(run), run.events())
+    result = summarise(config, run.id, _known_environment(config, run), run.events())
     run.write_json("result.json", result)
     return result
 

@@ -18,6 +18,7 @@ __all__ = [
     "BatchNorm",
     "BenchSpec",
     "DataSpec",
+    "Emulation",
     "Job",
     "LearningRate",
     "ModelSpec",
@@ -158,6 +159,24 @@ class BenchSpec:
 
 
 @dataclass(frozen=True)
+class Emulation:
+    """What stands in for hardware, in the forms that ``Profile.to_json`` and ``Cluster.to_json``
+    give, as read from a file.
+
+    ``profile``: layers wait as long as it says, and have one of ``truncation`` elements; None: they
+    compute.  ``cluster``: messages and reductions take as long as on it; None: as long as they do.
+    """
+
+    profile: Mapping[str, Any] | None = None
+    cluster: Mapping[str, Any] | None = None
+    truncation: int = 1
+
+    def __post_init__(self) -> None:
+        if self.truncation < 1:
+            raise ValueError(f"truncation is {self.truncation}, but must be at least 1")
+
+
+@dataclass(frozen=True)
 class Job:
     """``bench`` is None for a training run, which has exactly one task, to begin with.
 
@@ -185,6 +204,7 @@ class Job:
     switch: SwitchSpec | None = None
     transport: Transport = "distributed"
     start_from: str | None = None
+    emulation: Emulation | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -193,6 +213,8 @@ class Job:
             raise ValueError(f"a training job has one task, a benchmark one or more: {self.tasks}")
         if self.bench is not None and (self.switch is not None or self.transport == "in-process"):
             raise ValueError("a benchmark has a process for each rank, and switches to nothing")
+        if self.bench is None and self.emulation is not None:
+            raise ValueError("layers that only wait learn nothing: only benchmarks are emulated")
         tasks = [*self.tasks, *([self.switch.task] if self.switch is not None else [])]
         sizes = {task.plan.world_size for task in tasks}
         if len(sizes) != 1:
@@ -248,6 +270,8 @@ class Job:
         if values["switch"] is not None:
             switch = values["switch"]
             values["switch"] = SwitchSpec(**{**switch, "task": _task(switch["task"])})
+        if values.get("emulation") is not None:
+            values["emulation"] = Emulation(**values["emulation"])
         return cls(**values)
 
     def save(self, path: Path) -> None:

@@ -22,6 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from runtimes.emulation.device import Device
+from runtimes.emulation.layers import EmulatedStack
+from runtimes.emulation.links import Delays, Joined
 from runtimes.execution.engine import Accuracy, Feed, Segment, SegmentReport
 from runtimes.execution.trace import MessageKey, breakdown
 from runtimes.execution.worker import Worker
@@ -32,6 +35,7 @@ from runtimes.schedule import Program
 from runtimes.schedule.action import SENDS, Action, Op
 from runtimes.schedule.posting import AHEAD, posting
 from runtimes.schedule.program import channel
+from runtimes.simulation.cluster import Cluster
 from runtimes.system import System, evaluation_program
 from runtimes.systems import get_system
 
@@ -55,12 +59,23 @@ class _Link:
     other: int
     group: dist.ProcessGroup
     shape: Sequence[int]
-    posted: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+    #: With the time of posting, if messages are delayed.
+    posted: deque[tuple[dist.Work, Tensor, int]] = field(default_factory=deque)
     sent: deque[tuple[int, dist.Work, Tensor]] = field(default_factory=deque)
 
 
+@dataclass(frozen=True)
+class _Reduction:
+    """Of one part's gradients, made one tensor; ``joined``: how long it takes on a cluster."""
+
+    work: dist.Work
+    flat: Tensor
+    tensors: Sequence[Tensor]
+    joined: Joined | None
+
+
 class _End:
-    """This rank's end of the process groups.
+    """This rank's end of the process groups; ``delays``: of the cluster that it stands for.
 
     gloo drops a message whose handle and tensor are gone, and does not say whether one has arrived
     without being waited for.  But a unit's gradient comes back only after its activation has
@@ -68,8 +83,10 @@ class _End:
     the one sent that many before has arrived.  Both can be let go of without waiting.
     """
 
-    def __init__(self, plan: Plan, rank: int, timeout_s: float, in_flight: int):
-        self.plan, self.rank, self.in_flight = plan, rank, in_flight
+    def __init__(
+        self, plan: Plan, rank: int, timeout_s: float, in_flight: int, delays: Delays | None
+    ):
+        self.plan, self.rank, self.in_flight, self.delays = plan, rank, in_flight, delays
         self.timeout_s, self._timeout = timeout_s, timedelta(seconds=timeout_s)
         self.device: torch.device
         self.dtype: torch.dtype
@@ -84,8 +101,8 @@ class _End:
         self.everyone = _group(everyone)
         self._links: dict[tuple[Op, int | None], _Link] = {}
         #: Sums of squares under way, by update.
-        self._squares: dict[int, tuple[dist.Work, Tensor]] = {}
-        self._reductions: dict[int, list[tuple[dist.Work, Tensor, Sequence[Tensor]]]] = {}
+        self._squares: dict[int, tuple[dist.Work, Tensor, Joined | None]] = {}
+        self._reductions: dict[int, list[_Reduction]] = {}
 
     def open(self, program: Program) -> None:
         streams = program.of_rank(self.rank)
@@ -112,10 +129,14 @@ class _End:
             link = self._link(action)
             assert action.interval is not None
             shape = (action.interval[1] - action.interval[0], *link.shape)
-            tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+            now = 0
+            if self.delays is None:
+                tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+            else:
+                tensor, now = self.delays.buffer(shape, self.dtype, self.device), self.delays.now()
             work = dist.irecv(tensor, src=link.other, group=link.group)
             assert work is not None
-            link.posted.append((work, tensor))
+            link.posted.append((work, tensor, now))
 
     def ready(self, action: Action) -> bool:
         """A single stream has nothing else to do: it blocks in the wait."""
@@ -138,15 +159,20 @@ class _End:
             raise
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        link = self._link(action)
-        tensor = tensor.contiguous()
+        link, due = self._link(action), 0
+        if self.delays is None:
+            message = tensor.contiguous()
+        else:
+            message, due = self.delays.sealed(action, link.other, tensor)
         self._post(self._posting.before(action))
-        work = dist.isend(tensor, dst=link.other, group=link.group)
+        work = dist.isend(message, dst=link.other, group=link.group)
         assert work is not None
         if self._program.rendezvous and action.op == Op.SEND_ACT:
             self._wait(work, action)
+            if self.delays is not None:
+                self.delays.taken(due, action, link.other, tensor)
         else:
-            link.sent.append((action.unit, work, tensor))
+            link.sent.append((action.unit, work, message))
             self._let_go(link, action)
         self._post(self._posting.after(action))
 
@@ -165,8 +191,13 @@ class _End:
     def receive(self, action: Action, shape: Sequence[int]) -> Tensor:
         link = self._link(action)
         self._post(self._posting.before(action))
-        work, tensor = link.posted.popleft()
+        work, tensor, posted = link.posted.popleft()
         self._wait(work, action)
+        if self.delays is not None:
+            meeting = self._program.rendezvous and action.op == Op.RECV_ACT
+            tensor = self.delays.opened(
+                action, link.other, tensor, shape, posted if meeting else None
+            )
         assert tensor.shape == shape
         if action.op == Op.RECV_GRAD and not self._program.rendezvous:
             there = self._links[Op.SEND_ACT, action.peer]
@@ -177,34 +208,55 @@ class _End:
         return tensor
 
     def reduce(self, action: Action, tensors: Sequence[Tensor]) -> None:
-        group = self.replicas[action.stage]
+        group, ranks = self.replicas[action.stage], self.plan.stages[action.stage].ranks
+        real = [] if self.delays is None else self.delays.part_bytes(action, tensors)
         if action.part is None:
-            for tensor in tensors:
+            for number, tensor in enumerate(tensors):
+                joined = self._join(group, ranks, real[number : number + 1])
                 work = dist.all_reduce(tensor, group=group, async_op=True)
                 assert work is not None
-                self._wait(work, action)
+                self._reduced(work, joined, action)
             return
         if not tensors:  # A part without weights, on every replica alike.
             return
         flat = _flatten_dense_tensors(tensors)
+        # As one piece, whatever number of tensors it is made of.
+        joined = self._join(group, ranks, [(sum(size for size, _ in real), 1)])
         work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None
-        self._reductions.setdefault(action.unit, []).append((work, flat, tensors))
+        self._reductions.setdefault(action.unit, []).append(_Reduction(work, flat, tensors, joined))
+
+    def _join(
+        self, group: dist.ProcessGroup, ranks: Sequence[int], real: Sequence[tuple[int, int]]
+    ) -> Joined | None:
+        """``real``: bytes and number of pieces of what is reduced."""
+        if self.delays is None:
+            return None
+        ((size, pieces),) = real
+        return self.delays.join(group, ranks, size, pieces)
+
+    def _reduced(self, work: dist.Work, joined: Joined | None, action: Action) -> None:
+        self._wait(work, action)
+        if joined is not None:
+            assert self.delays is not None
+            self._wait(joined.work, action)
+            self.delays.over(joined)
 
     def finish_reduce(self, action: Action) -> None:
-        for work, flat, tensors in self._reductions.pop(action.unit, ()):
-            self._wait(work, action)
-            pieces = _unflatten_dense_tensors(flat, tensors)
-            torch._foreach_copy_(list(tensors), list(pieces))
+        for reduction in self._reductions.pop(action.unit, ()):
+            self._reduced(reduction.work, reduction.joined, action)
+            pieces = _unflatten_dense_tensors(reduction.flat, reduction.tensors)
+            torch._foreach_copy_(list(reduction.tensors), list(pieces))
 
     def norm(self, action: Action, squares: Tensor) -> None:
+        joined = self._join(self.everyone, range(self.plan.world_size), [(squares.nbytes, 1)])
         work = dist.all_reduce(squares, group=self.everyone, async_op=True)
         assert work is not None
-        self._squares[action.unit] = work, squares
+        self._squares[action.unit] = work, squares, joined
 
     def finish_norm(self, action: Action) -> Tensor:
-        work, squares = self._squares.pop(action.unit)
-        self._wait(work, action)
+        work, squares, joined = self._squares.pop(action.unit)
+        self._reduced(work, joined, action)
         return squares
 
     def average(self, running: Sequence[Tensor]) -> None:
@@ -226,12 +278,12 @@ class _End:
 
     def messages(self) -> Iterator[Tensor]:
         for link in self._links.values():
-            yield from (tensor for _, tensor in link.posted)
+            yield from (tensor for _, tensor, _ in link.posted)
             yield from (tensor for _, _, tensor in link.sent)
 
     def reductions(self) -> Iterator[Tensor]:
         for reductions in self._reductions.values():
-            yield from (flat for _, flat, _ in reductions)
+            yield from (reduction.flat for reduction in reductions)
 
     def close(self) -> None:
         for link in self._links.values():
@@ -279,6 +331,15 @@ def clock_offsets(device: torch.device) -> list[int]:
     return [shift - to_first for shift in shifts]
 
 
+def _delays(job: Job, plan: Plan, stack: LayerStack, rank: int) -> Delays | None:
+    if job.emulation is None or job.emulation.cluster is None:
+        return None
+    cluster, device, profile = Cluster.from_json(job.emulation.cluster), None, None
+    if isinstance(stack, EmulatedStack):
+        device, profile = stack.device, stack.profile
+    return Delays(cluster, plan, rank, device or Device(), profile)
+
+
 class DistributedEngine:
     """One of our systems on this rank: an :class:`Engine`."""
 
@@ -300,7 +361,8 @@ class DistributedEngine:
         self.norm = job.optimizer.global_norm
         stage, _ = task.plan.place(rank)
         before_it = self.system.declared(task.plan).in_flight(stage - 1) if stage else 0
-        self.end = _End(task.plan, rank, job.action_timeout_s, before_it)
+        delays = _delays(job, task.plan, stack, rank)
+        self.end = _End(task.plan, rank, job.action_timeout_s, before_it, delays)
         self.worker = Worker(
             job,
             task,

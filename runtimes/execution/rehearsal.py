@@ -1,7 +1,8 @@
 """A stage's computation alone: what a schedule's bound is made of.
 
-Measured by all ranks at the same time, with every core busy, in slices between the runs: a core
-that shares caches and memory with a busy neighbour is slower than an idle machine's.
+On an emulated device, what its profile says.  Else measured by all ranks at the same time, with
+every core busy, in slices between the runs: a core that shares caches and memory with a busy
+neighbour is slower than an idle machine's.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from runtimes.emulation.layers import EmulatedStack
 from runtimes.execution.criterion import cross_entropy_sum
 from runtimes.execution.engine import Feed
 from runtimes.execution.optimizer import build_optimizer
@@ -35,16 +38,39 @@ class Slice:
     step_s: float
 
 
-class Rehearsal:
+class Rehearsal(Protocol):
+    def measure(self, number: int) -> Slice:
+        """Of round ``number``: measured once, however many tasks share this rehearsal."""
+
+
+def _largest_unit(job: Job, task: Task, rank: int) -> int:
+    """Samples of it that the rank computes."""
+    index, replica = task.plan.place(rank)
+    low, high = split(task.batch_size or job.batch_size, task.plan.micro_batches)[-1]
+    if not schedule_of(task.system, task.options).rounds:
+        low, high = split(high - low, task.plan.stages[index].replicas)[replica]
+    return max(1, high - low)
+
+
+class _Known:
+    """Of an emulated stage, which takes what its profile says."""
+
+    def __init__(self, job: Job, task: Task, stack: EmulatedStack, rank: int):
+        stage = task.plan.stages[task.plan.place(rank)[0]]
+        samples = _largest_unit(job, task, rank)
+        unit = stack.unit_seconds(stage.first, stage.last, samples, recompute=stage.recompute)
+        self._slice = Slice(unit, stack.step_seconds(stage.first, stage.last))
+
+    def measure(self, number: int) -> Slice:
+        return self._slice
+
+
+class _Measured:
     """This rank's stage of a task, on its largest unit, without any messages."""
 
     def __init__(self, job: Job, task: Task, stack: LayerStack, feed: Feed, rank: int):
-        index, replica = task.plan.place(rank)
+        index, _ = task.plan.place(rank)
         stage = task.plan.stages[index]
-        unit = split(task.batch_size or job.batch_size, task.plan.micro_batches)[-1]
-        low, high = unit
-        if not schedule_of(task.system, task.options).rounds:
-            low, high = split(high - low, stage.replicas)[replica]
         self._units, self._recompute = task.plan.micro_batches, stage.recompute
         self._precision, self._smoothing = job.precision, job.label_smoothing
         self._device = device = torch.device(job.device)
@@ -53,7 +79,7 @@ class Rehearsal:
         self._module.materialise(
             stack.initial_weights(stage.first, stage.last, job.seed, device, dtype)
         )
-        self._samples = feed.indices(0)[: max(1, high - low)]
+        self._samples = feed.indices(0)[: _largest_unit(job, task, rank)]
         self._input = feed.images(self._samples, 0)
         self._labels = feed.labels(self._samples)
         if index:
@@ -65,7 +91,6 @@ class Rehearsal:
         self._latest: tuple[int, Slice] | None = None
 
     def measure(self, number: int) -> Slice:
-        """Of round ``number``: measured once, however many tasks share this rehearsal."""
         if self._latest is None or self._latest[0] != number:
             dist.barrier()
             self._unit()
@@ -110,5 +135,9 @@ def rehearsals(
     ]
     for task, key, feed in zip(job.tasks, keys, feeds, strict=True):
         if key not in known:
-            known[key] = Rehearsal(job, task, stack, feed, rank)
+            known[key] = (
+                _Known(job, task, stack, rank)
+                if isinstance(stack, EmulatedStack)
+                else _Measured(job, task, stack, feed, rank)
+            )
     return [known[key] for key in keys]

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from runtimes.emulation.device import Device, sharp_timers
+from runtimes.emulation.layers import EmulatedStack
 from runtimes.execution.benchmark import run_benchmark
 from runtimes.execution.distributed import ActionTimeoutError, DistributedEngine
 from runtimes.execution.engine import Engine
@@ -32,6 +34,7 @@ from runtimes.manifest import write_json
 from runtimes.model.stack import LayerStack, build_stack
 from runtimes.peers.ddp import DdpEngine
 from runtimes.peers.pipelining import PipeliningEngine
+from runtimes.planning.profile import Profile
 from runtimes.systems import SYSTEMS
 
 __all__ = ["guarded", "join_ranks", "prepare_process", "run_rank"]
@@ -102,7 +105,7 @@ def _run(job: Job, run_dir: Path, rank: int, status: StatusFile) -> None:
         status.note("end")
         return
     join_ranks(device, job.action_timeout_s)
-    stack = build_stack(job.model)
+    stack = _stack(job)
     if job.bench is None:
         _train(job, run_dir, stack, rank, status)
     else:
@@ -117,6 +120,19 @@ def _run(job: Job, run_dir: Path, rank: int, status: StatusFile) -> None:
     status.note("end")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _stack(job: Job) -> LayerStack:
+    if job.emulation is not None:
+        sharp_timers()
+    if job.emulation is None or job.emulation.profile is None:
+        return build_stack(job.model)
+    return EmulatedStack(
+        Profile.from_json(job.emulation.profile),
+        job.optimizer,
+        truncation=job.emulation.truncation,
+        device=Device(),
+    )
 
 
 def _train(job: Job, run_dir: Path, stack: LayerStack, rank: int, status: StatusFile) -> None:

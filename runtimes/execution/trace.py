@@ -1,7 +1,8 @@
 """What a rank did and when, and where its wall time went.
 
-compute        thread CPU time inside F, B and R
-interference   wall − CPU time inside them: what background transfers (or neighbours) stole
+compute        thread CPU time inside F, B and R, and what an emulated device waited there
+interference   wall − compute inside them: what background transfers (or neighbours) stole, and by
+               how much waits overshot
 communication  sends, and waits for a message after its sender had computed it
 idle           waits for a message that its sender had not computed yet: the bubble
 reduce         issuing reductions, and waiting for them before a step
@@ -11,7 +12,7 @@ overhead       the rest, so that the parts add up to the wall
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter_ns, thread_time_ns
 from typing import NamedTuple
@@ -34,7 +35,7 @@ class Clocked(NamedTuple):
     action: Action
     start: int
     end: int
-    #: F, B, R: the thread's CPU time in between.
+    #: F, B, R: what the thread computed in between.
     cpu: int = 0
     #: STEP: nanoseconds of it spent waiting for reductions.
     waited: int = 0
@@ -42,12 +43,14 @@ class Clocked(NamedTuple):
 
 @dataclass
 class Trace:
-    """The actions of one rank in one segment; none where nobody is to read them (``kept``)."""
+    """The actions of one rank in one segment; none where nobody is to read them (``kept``).
+    ``busy_ns``: a clock of what the rank computes."""
 
     start: int = 0
     end: int = 0
     clocked: list[Clocked] = field(default_factory=list)
     kept: bool = True
+    busy_ns: Callable[[], int] = thread_time_ns
 
     def begin(self, *, kept: bool = True) -> None:
         self.clocked, self.kept = [], kept
@@ -57,9 +60,9 @@ class Trace:
         self.end = perf_counter_ns()
 
     def add(self, action: Action, start: int, cpu: int | None, waited: int = 0) -> None:
-        """It began at ``start``, and if it computes at thread CPU time ``cpu``, and ends now."""
+        """It began at ``start``, and if it computes at ``cpu`` by that clock, and ends now."""
         end = perf_counter_ns()
-        used = 0 if cpu is None else thread_time_ns() - cpu
+        used = 0 if cpu is None else self.busy_ns() - cpu
         self.clocked.append(Clocked(action, start, end, used, waited))
 
     def sent(self, plan: Plan) -> dict[MessageKey, int]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from time import perf_counter_ns, thread_time_ns
+from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -84,7 +83,7 @@ class Worker:
         self.running = {name: self.constants[name] for name in self.module.running}
         self.versions = WeightVersions(
             {name: w for name, w in weights.items() if name in trained},
-            partial(build_optimizer, spec=job.optimizer),
+            self._optimizer,
             retain=system.retained(self.plan, self.stage_index),
         )
         self.updates = StageUpdates(
@@ -101,7 +100,7 @@ class Worker:
         self._bound: dict[str, torch.nn.Parameter] | None = None
         self.is_first = self.stage_index == 0
         self.is_last = self.stage_index == len(self.plan.stages) - 1
-        self.trace = Trace()
+        self.trace = Trace(busy_ns=self.module.busy_ns)
         self.losses: dict[int, Tensor] = {}
         self.correct = torch.zeros((), dtype=torch.int64, device=self.device)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -123,6 +122,11 @@ class Worker:
             Op.NORM: self.updates.norm,
             Op.STEP: self.updates.step,
         }
+
+    def _optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = build_optimizer(parameters, self.job.optimizer)
+        self.module.charge(optimizer)
+        return optimizer
 
     # -- walking the streams ---------------------------------------------------------------
 
@@ -183,7 +187,7 @@ class Worker:
         if self.before is not None:
             self.before(action)
         kept = self.trace.kept
-        cpu = thread_time_ns() if kept and action.op in COMPUTE else None  # A system call.
+        cpu = self.trace.busy_ns() if kept and action.op in COMPUTE else None  # A system call.
         start = perf_counter_ns()
         waited = self._perform[action.op](action)
         if kept:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from time import thread_time_ns
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from runtimes.model.batch_norm import repeated, running_names
 from runtimes.model.keyed import RandomKey
@@ -79,6 +81,13 @@ class Stage(nn.Module):
         low, high = first - self.first, last - self.first
         layers = list(self.layers)[low:high]
         return Stage(layers, self.prefixes[low:high], first, self.random)
+
+    def busy_ns(self) -> int:
+        """A clock of what this thread computes, in nanoseconds."""
+        return thread_time_ns()
+
+    def charge(self, optimizer: Optimizer) -> None:
+        """Called with each optimizer of the stage's weights, which here costs what it takes."""
 
     def bind(self, weights: Mapping[str, Tensor]) -> None:
         """Compute with these very tensors, by names of the whole model, from the next forward on.

@@ -43,7 +43,8 @@ class DdpEngine:
         # DDP counts in units of 2^20 bytes, a plan in 10^6.
         bucket = task.options.get("bucket_mb", 25.0) * 1e6 / 2**20
         self._ddp = DistributedDataParallel(self._copy.stage, bucket_cap_mb=bucket)
-        self._forward, self._backward = Stopwatch(), Stopwatch()
+        clock = self._copy.stage.busy_ns
+        self._forward, self._backward = Stopwatch(clock), Stopwatch(clock)
 
     def train(self, segment: Segment) -> SegmentReport:
         begin = perf_counter()

@@ -106,7 +106,7 @@ class PipeliningEngine:
         message = None if self._is_last else self._copy.dtype
         self._module = _KeyedStage(self._copy.stage, job.precision, message)
         self._schedules: dict[tuple[int, bool], PipelineScheduleSingle] = {}
-        self._computing = Stopwatch()
+        self._computing = Stopwatch(self._copy.stage.busy_ns)
 
     def _schedule(self, size: int, training: bool) -> PipelineScheduleSingle:
         """torch's schedule for batches of ``size``; forward only (by GPipe) if not training."""

@@ -1,0 +1,44 @@
+"""Profile files: where they lie, and what decides whether two are the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.errors import UserError, did_you_mean, one_line
+from experiments.paths import PROFILES
+from runtimes.planning.profile import Profile
+
+__all__ = ["content_hash", "load_profile", "profile_names"]
+
+
+def profile_names() -> list[str]:
+    return sorted(file.stem for file in PROFILES.glob("*.json"))
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """That of this path, or of this name in experiments/profiles; UserError if there is none."""
+    file = Path(name_or_path).expanduser()
+    if file.suffix != ".json":
+        if name_or_path not in profile_names():
+            raise UserError(
+                f"unknown profile {name_or_path!r}{did_you_mean(name_or_path, profile_names())}; "
+                "or give the path of a .json file"
+            )
+        file = PROFILES / f"{name_or_path}.json"
+    try:
+        return Profile.load(file)
+    except OSError as error:
+        raise UserError(f"cannot read profile {name_or_path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(one_line(error)) from None
+
+
+def content_hash(document: Mapping[str, Any]) -> str:
+    """SHA-256, in hex, of all of a profile or cluster but where its numbers come from."""
+    content = {key: value for key, value in document.items() if key != "provenance"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
