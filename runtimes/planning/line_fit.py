@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from itertools import combinations
 
 __all__ = ["LineFit", "fit_line"]
-
-_ROUNDS, _LEAST_RESIDUAL = 50, 1e-4
 
 
 @dataclass(frozen=True)
@@ -28,34 +25,29 @@ class LineFit:
 
 
 def fit_line(seconds: Mapping[int, float]) -> LineFit:
-    """The line with the least sum of absolute relative errors, so that neither long messages nor
-    a single bad time outweigh the others: least squares, weighted anew by their own residuals.
+    """Of the lines through two of the points, or through one and the origin, the one with the
+    least sum of |log(fitted ÷ measured)|: neither long messages nor one bad time outweigh others.
 
-    ValueError without two sizes, or where longer messages do not take longer.
+    A latency below 0 is none.  ValueError without two sizes, or if the longest message takes no
+    longer than the shortest.
     """
     if len(seconds) < 2:
         raise ValueError(f"a line needs times of two sizes or more, not of {len(seconds)}")
-    sizes, times = np.array(list(seconds), dtype=float), np.array(list(seconds.values()))
-    weights = 1 / times**2
-    latency = slope = 0.0
-    for _ in range(_ROUNDS):
-        mean = np.average(sizes, weights=weights)
-        spread = np.average((sizes - mean) ** 2, weights=weights)
-        middle = np.average(times, weights=weights)
-        slope = float(np.average((sizes - mean) * (times - middle), weights=weights) / spread)
-        latency = float(middle - slope * mean)
-        if latency < 0:  # No message is there before it is sent.
-            latency = 0.0
-            slope = float(np.average(sizes * times, weights=weights))
-            slope /= float(np.average(sizes**2, weights=weights))
-        residuals = np.abs((latency + slope * sizes) / times - 1)
-        weights = 1 / times**2 / np.maximum(residuals, _LEAST_RESIDUAL)
-    if not (slope > 0 and math.isfinite(slope)):
+    points = sorted(seconds.items())
+    if points[-1][1] <= points[0][1]:
         raise ValueError(
-            "longer messages took no longer than short ones, so they have no bandwidth: measure "
-            "again, with longer ones or more repeats"
+            "the longest messages took no longer than the shortest, so they have no bandwidth: "
+            "measure again, with longer ones or more repeats"
         )
-    errors = (latency + slope * sizes) / times - 1
-    return LineFit(
-        latency, 1 / slope, {int(s): float(e) for s, e in zip(sizes, errors, strict=True)}
-    )
+    lines = [(0.0, size / time) for size, time in points]
+    for (size, time), (longer, later) in combinations(points, 2):
+        if later > time and time * longer >= later * size:
+            bandwidth = (longer - size) / (later - time)
+            lines.append((max(0.0, time - size / bandwidth), bandwidth))
+    latency, bandwidth = min(lines, key=lambda line: _distance(*line, points))
+    errors = {size: (latency + size / bandwidth) / time - 1 for size, time in points}
+    return LineFit(latency, bandwidth, errors)
+
+
+def _distance(latency: float, bandwidth: float, points: Sequence[tuple[int, float]]) -> float:
+    return sum(abs(math.log((latency + size / bandwidth) / time)) for size, time in points)

@@ -87,8 +87,9 @@ class _Traffic(TorchDispatchMode):
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         storages = {tensor.untyped_storage()._cdata for tensor in read}
-        seen = written and all(tensor.untyped_storage()._cdata in storages for tensor in written)
-        if func._schema.is_mutable or not seen:
+        # What makes nothing new asks for a shape or a device, or is a view.
+        new = any(tensor.untyped_storage()._cdata not in storages for tensor in written)
+        if new or func._schema.is_mutable:
             self.bytes += sum(map(_touched, (*read, *written)))
         return out
 
