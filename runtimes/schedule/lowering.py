@@ -172,6 +172,7 @@ class _Lowering:
         before = _Neighbour(self, place, stage - 1, Op.SEND_GRAD, Op.RECV_ACT, Op.F)
         behind = _Neighbour(self, place, stage + 1, Op.SEND_ACT, Op.RECV_GRAD, Op.B)
         recompute = self.plan.stages[stage].recompute and self.training
+        alone = self.plan.stages[stage].replicas == 1
         steps = self.computed(pipeline, stage, replica)
         step = next(steps, None)
         held: list[Action] = []
@@ -190,7 +191,11 @@ class _Lowering:
                     sends = before.sends(step)
                     if self.rendezvous:
                         held, sends = sends, []
-                    yield from self.last_backward(place, step, following, sends)
+                    if alone:
+                        yield _act(pipeline, stage, replica, op, unit, version)
+                        yield from sends
+                    else:
+                        yield from self.last_backward(place, step, following, sends)
                     following = next(steps, None)
                 else:
                     yield _act(pipeline, stage, replica, op, unit, version)
@@ -213,7 +218,7 @@ class _Lowering:
     ) -> Iterator[Action]:
         """The backward that completes an update's gradients, with their reduction."""
         stage = self.plan.stages[place[1]]
-        if stage.replicas == 1 or self.blocking or not stage.cuts:
+        if self.blocking or not stage.cuts:
             yield Action(*place, Op.B, backward.unit, None, backward.version)
             yield from sends
             yield from self.reductions(place, reduce)

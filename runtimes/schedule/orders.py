@@ -5,6 +5,7 @@ s  stage, S  stages, M  units of a batch, K  forwards before the first backward
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -94,15 +95,20 @@ def one_step_a_unit(
     def order(pipeline: int, stage: int, replica: int) -> Iterator[Compute]:
         copies = replicas[stage]
         updates = range(batches.updates(copies))
+        in_flight = deque[int]()
         for op, update in one_forward_one_backward(updates, warm_up(stage) + 1):
-            used = version(stage, update)
+            if op is Op.F:
+                used = version(stage, update)
+                in_flight.append(used)
+            else:
+                used = in_flight.popleft()
             unit = update * copies + replica if batches.rounds else update
             # A round at the end of a segment may have no unit for this replica, which still joins
             # the reduction.
             if unit < len(batches.sizes):
                 yield Compute(op, unit, used)
-            if op == Op.B:
-                yield from _close(update, used, norm=False)
+            if op is Op.B:
+                yield Compute(Op.REDUCE, update, used)
                 yield Compute(Op.STEP, update, update + 1)
 
     return order

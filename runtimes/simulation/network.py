@@ -94,32 +94,37 @@ class Network(Generic[Subject]):
 
     def send(self, route: Route, size: float, subject: Subject, now: float) -> None:
         """A message of ``size`` bytes is issued."""
-        message = Message(route, size, size / route.bandwidth_bytes_per_s, subject)
-        self._queue(message, now)
-
-    def _queue(self, message: Message[Subject], now: float) -> None:
-        """At the next port of its route."""
-        port = message.route.ports[message.passed]
-        begin = self._free[port]
+        seconds = size / route.bandwidth_bytes_per_s
+        message = Message(route, size, seconds, subject)
+        port, free = route.ports[0], self._free
+        begin = free[port]
         if begin > now:
-            self._free[port] = begin + message.seconds
-            self._agenda.at(begin, self._begin, message)
+            free[port] = begin + seconds
+            self._agenda.at(begin, self._pass, message)
         else:
-            self._free[port] = now + message.seconds
-            self._begin(message, now)
+            free[port] = now + seconds
+            self._pass(message, now)
 
-    def _begin(self, message: Message[Subject], now: float) -> None:
-        route = message.route
-        self._bytes[route.ports[message.passed]] += message.size
+    def _pass(self, message: Message[Subject], now: float) -> None:
+        """It begins at a port, and at those behind that are free."""
+        route, seconds, free = message.route, message.seconds, self._free
         if self._stolen and not message.passed:
             self._steals(route.sender, message.size * self._stolen, now)
-        message.passed += 1
-        if message.passed < len(route.ports):
-            self._queue(message, now)
-            return
+        while True:
+            self._bytes[route.ports[message.passed]] += message.size
+            message.passed += 1
+            if message.passed == len(route.ports):
+                break
+            port = route.ports[message.passed]
+            begin = free[port]
+            if begin > now:
+                free[port] = begin + seconds
+                self._agenda.at(begin, self._pass, message)
+                return
+            free[port] = now + seconds
         if self._stolen:
             self._steals(route.receiver, message.size * self._stolen, now)
-        self._arrives(message, now + message.seconds + route.latency_seconds)
+        self._arrives(message, now + seconds + route.latency_seconds)
 
     def _planned(self, ranks: tuple[int, ...], size: float, calls: int) -> _Reduction:
         traffic = self._cluster.all_reduce_traffic(ranks, size)

@@ -122,7 +122,7 @@ class _Simulator:
         for stream in self.program.streams:
             rank = self.ranks[stream.rank]
             following = posting(stream, rendezvous=True) if self.program.rendezvous else None
-            rank.heads.append(Head(iter(stream), following))
+            rank.heads.append(Head(iter(stream), following, self._share(rank, stream.pipeline)))
         for action, edges in self.program.after.items():
             for edge in edges:
                 rank = self.ranks[self.plan.rank(action.stage, action.replica)]
@@ -146,6 +146,13 @@ class _Simulator:
             self.network.port_bytes(),
             tuple(rank.timed for rank in self.ranks) if self.keep else (),
         )
+
+    def _share(self, rank: Rank, pipeline: int) -> int | None:
+        """Samples of every unit that the rank computes, if they are always as many."""
+        if self.program.batches.unit_size(pipeline) is None:
+            return None
+        low, high = self.program.share(pipeline, rank.stage, rank.replica, 0)
+        return high - low
 
     def _check_all_done(self) -> None:
         waiting = [
@@ -263,23 +270,27 @@ class _Simulator:
             else:
                 parts["reduce" if op in (Op.NORM, Op.STEP) else "idle"] += waited
         if op in COMPUTE:
-            computing = self._compute_seconds(rank, action)
+            computing = self._compute_seconds(rank, head, action)
             parts["compute"] += computing
             seconds += computing
         elif op is Op.STEP:
             stepping = self.costs.step_seconds(rank.stage, rank.replica)
             parts["optimizer"] += _checked("a step", stepping)
             seconds += stepping
-        parts["overhead"] += overhead
+        if overhead:
+            parts["overhead"] += overhead
         return seconds
 
-    def _compute_seconds(self, rank: Rank, action: Action) -> float:
-        low, high = self.program.share(action.pipeline, rank.stage, rank.replica, action.unit)
-        key = action.op, action.part, high - low
+    def _compute_seconds(self, rank: Rank, head: Head, action: Action) -> float:
+        samples = head.samples
+        if samples is None:
+            low, high = self.program.share(action.pipeline, rank.stage, rank.replica, action.unit)
+            samples = high - low
+        key = action.op, action.part, samples
         seconds = rank.seconds.get(key)
         if seconds is None:
             seconds = self.costs.compute_seconds(
-                action.op, rank.stage, rank.replica, action.part, high - low
+                action.op, rank.stage, rank.replica, action.part, samples
             )
             rank.seconds[key] = _checked(str(action), seconds)
         return seconds

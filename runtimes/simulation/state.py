@@ -59,11 +59,13 @@ class Joint:
 
 @dataclass(slots=True, eq=False)
 class Head:
-    """A stream being walked.  ``lane``: the channel of ``action``, if that is a message; ``come``:
-    what is to be posted before it has been."""
+    """A stream being walked.  ``samples``: its share of every unit, if that is always the same;
+    ``lane``: the channel of ``action``, if that is a message; ``come``: what is to be posted before
+    the action has been."""
 
     actions: Iterator[Action]
     posting: Posting | None
+    samples: int | None
     action: Action | None = None
     lane: Lane | None = None
     come: bool = False
