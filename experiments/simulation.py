@@ -20,7 +20,8 @@ from runtimes.planning.profile import Profile, optimizer_key
 from runtimes.schedule import Program
 from runtimes.simulation.cluster import Cluster
 from runtimes.simulation.costs import ProfileCosts
-from runtimes.simulation.simulator import simulate, steady
+from runtimes.simulation.simulator import simulate
+from runtimes.simulation.steady import steady
 from runtimes.systems import schedule_of
 
 __all__ = ["Request", "simulation_document", "simulation_rows"]

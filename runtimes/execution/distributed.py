@@ -8,7 +8,6 @@ is closed for good by it.
 
 from __future__ import annotations
 
-import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from runtimes.emulation.device import Device
 from runtimes.emulation.layers import EmulatedStack
 from runtimes.emulation.links import Delays, Joined
+from runtimes.execution.clocks import clock_offsets
 from runtimes.execution.engine import Accuracy, Feed, Segment, SegmentReport
 from runtimes.execution.trace import MessageKey, breakdown
 from runtimes.execution.worker import Worker
@@ -39,7 +39,7 @@ from runtimes.simulation.cluster import Cluster
 from runtimes.system import System, evaluation_program
 from runtimes.systems import get_system
 
-__all__ = ["ActionTimeoutError", "DistributedEngine", "clock_offsets"]
+__all__ = ["ActionTimeoutError", "DistributedEngine"]
 
 
 class ActionTimeoutError(RuntimeError):
@@ -298,37 +298,6 @@ class _End:
         dist.barrier()
         for group in (*self.groups.values(), *self.replicas.values(), self.everyone):
             dist.destroy_process_group(group)
-
-
-def clock_offsets(device: torch.device) -> list[int]:
-    """Nanoseconds to add to each rank's perf_counter to read this rank's.
-
-    Ranks of one host share its clock; between hosts it is the best of eight round trips.
-    """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    hosts: list[Any] = [None] * size
-    dist.all_gather_object(hosts, socket.gethostname())
-    if len(set(hosts)) == 1:
-        return [0] * size
-    to_first = best = 0
-    for other in range(1, size):
-        for attempt in range(8):
-            mark = torch.zeros(1, dtype=torch.int64, device=device)
-            if rank == 0:
-                dist.recv(mark, src=other)
-                mark.fill_(perf_counter_ns())
-                dist.send(mark, dst=other)
-            elif rank == other:
-                begin = perf_counter_ns()
-                dist.send(mark, dst=0)
-                dist.recv(mark, src=0)
-                end = perf_counter_ns()
-                trip = end - begin
-                if attempt == 0 or trip < best:
-                    best, to_first = trip, int(mark) - (begin + end) // 2
-    shifts: list[Any] = [None] * size
-    dist.all_gather_object(shifts, to_first)
-    return [shift - to_first for shift in shifts]
 
 
 def _delays(job: Job, plan: Plan, stack: LayerStack, rank: int) -> Delays | None:

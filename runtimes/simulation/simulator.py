@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from runtimes.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Op
@@ -38,7 +38,7 @@ from runtimes.simulation.costs import Costs
 from runtimes.simulation.network import Message, Network
 from runtimes.simulation.state import Head, Joint, Lane, Rank, Sent, Timed
 
-__all__ = ["Simulation", "Steady", "Timed", "simulate", "steady"]
+__all__ = ["Simulation", "Timed", "simulate"]
 
 #: A norm's sum of squares is one float32.
 _NORM_BYTES = 4
@@ -65,30 +65,6 @@ def simulate(program: Program, cluster: Cluster, costs: Costs, *, keep: bool = T
     actions that wait, for a program that cannot go on."""
     cluster.check(program.plan.world_size)
     return _Simulator(program, cluster, costs, keep).run()
-
-
-@dataclass(frozen=True)
-class Steady:
-    """``batch_seconds``: of one batch more when the pipeline is full; ``shares``: of that, by part,
-    mean over ranks."""
-
-    batch_seconds: float
-    shares: dict[str, float]
-
-
-def steady(make: Callable[[int], Program], cluster: Cluster, costs: Costs, batches: int) -> Steady:
-    """``make(n)`` is the program of n batches, and ``batches`` of them fill the pipeline."""
-    short, long = (simulate(make(n), cluster, costs, keep=False) for n in (batches, 2 * batches))
-    wall = long.makespan_seconds - short.makespan_seconds
-    ranks = len(long.parts)
-    shares = {
-        name: (_total(long, name) - _total(short, name)) / ranks / wall for name in long.parts[0]
-    }
-    return Steady(wall / batches, shares)
-
-
-def _total(simulation: Simulation, part: str) -> float:
-    return sum(parts[part] for parts in simulation.parts)
 
 
 class _Simulator:

@@ -15,7 +15,8 @@ from runtimes.simulation import network, simulator
 from runtimes.simulation.cluster import Cluster
 from runtimes.simulation.costs import UniformCosts
 from runtimes.simulation.network import Message, Network
-from runtimes.simulation.simulator import simulate, steady
+from runtimes.simulation.simulator import simulate
+from runtimes.simulation.steady import steady
 from runtimes.systems import get_system
 from tests.runtimes.simulation.closed_forms import CHECKS, bubble_of
 
