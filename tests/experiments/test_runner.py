@@ -188,6 +188,21 @@ def test_a_killed_run_is_a_row_and_its_attempts_are_counted(
     assert (result["status"], result["attempts"], result["steps"]) == ("ok", 2, 8)
 
 
+@pytest.mark.parametrize(("epochs", "kept"), [(0, False), (2, True)])
+def test_a_trace_stays_as_long_as_what_it_tells_of(
+    store: Store, config: Config, launches: Launches, epochs: int, kept: bool
+) -> None:
+    """Without a checkpoint a run begins anew, and another first segment is to be traced."""
+    prepared = prepare(config)
+    launches.script = dies_after(epochs)
+    execute(prepared, store)
+    trace = store.run(prepared.id).path / "trace.json"
+    trace.write_text("of the first attempt")
+    launches.script = trains
+    execute(prepared, store)
+    assert trace.exists() == kept
+
+
 def test_fresh_puts_the_old_run_aside(store: Store, config: Config, launches: Launches) -> None:
     prepared = prepare(config)
     execute(prepared, store)
