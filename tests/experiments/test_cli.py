@@ -80,9 +80,10 @@ def test_a_schedule_to_scale(pipebench: Any, tmp_path: Path) -> None:
     words = ("schedule", "dapple", "--stages=2", "--units=2", "--profile", str(path))
     first, *rows = pipebench(*words).out.splitlines()
     assert first.startswith(f"a column is 5 ms of {path}, a unit 8 samples; messages")
-    assert [row.split(" | ")[1].rstrip(". ") for row in rows] == [
-        "F0 F0 F1 F1 .  .  .  .  .  .  .  .  .  .  B0 B0 B0 B0 .  .  .  .  .  .  .  .  .  B1 B1 B1 B1",
-        ".  .  F0 F0 F0 F0 B0 B0 B0 B0 B0 B0 B0 B0 F1 F1 F1 F1 F1 B1 B1 B1 B1 B1 B1 B1 B1",
+    drawn = [row.split(" | ")[1].split() for row in rows]
+    assert drawn == [
+        [*["F0", "F0", "F1", "F1"], *["."] * 10, *["B0"] * 4, *["."] * 9, *["B1"] * 4],
+        [*[".", "."], *["F0"] * 4, *["B0"] * 8, *["F1"] * 5, *["B1"] * 8, *["."] * 4],
     ]
     document = pipebench(*words, "--json").document
     assert (document["column_seconds"], document["unit_samples"]) == (0.005, 8)
