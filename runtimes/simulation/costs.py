@@ -11,7 +11,7 @@ from runtimes.plan import Plan
 from runtimes.planning.profile import Profile
 from runtimes.schedule.action import Op
 
-__all__ = ["Costs", "ProfileCosts", "Reduced", "UniformCosts"]
+__all__ = ["Costs", "ProfileCosts", "Reduced", "UniformCosts", "checked"]
 
 
 class Reduced(NamedTuple):
@@ -161,3 +161,10 @@ class UniformCosts:
 
 def _at(given: float | Sequence[float], index: int) -> float:
     return given[index] if isinstance(given, Sequence) else given
+
+
+def checked(what: str, amount: float, unit: str = "seconds") -> float:
+    """The amount, or ValueError if it cannot be."""
+    if not 0 <= amount < math.inf:
+        raise ValueError(f"{what} costs {amount} {unit}: costs are finite and 0 or more")
+    return amount

@@ -34,14 +34,13 @@ from runtimes.schedule.posting import posting
 from runtimes.schedule.program import Channel, Program, channel
 from runtimes.simulation.agenda import Agenda
 from runtimes.simulation.cluster import Cluster, Port
-from runtimes.simulation.costs import Costs
+from runtimes.simulation.collectives import Collectives
+from runtimes.simulation.costs import Costs, checked
 from runtimes.simulation.network import Message, Network
-from runtimes.simulation.state import Head, Joint, Lane, Rank, Sent, Timed
+from runtimes.simulation.state import Head, Lane, Rank, Sent, Timed
 
 __all__ = ["Simulation", "Timed", "simulate"]
 
-#: A norm's sum of squares is one float32.
-_NORM_BYTES = 4
 #: Actions that a deadlock names.
 _NAMED = 8
 
@@ -70,20 +69,17 @@ def simulate(program: Program, cluster: Cluster, costs: Costs, *, keep: bool = T
 class _Simulator:
     def __init__(self, program: Program, cluster: Cluster, costs: Costs, keep: bool):
         self.program, self.plan, self.keep = program, program.plan, keep
-        self.cluster, self.costs = cluster, costs
-        self.agenda = Agenda()
+        self.costs, self.agenda = costs, Agenda()
         self.network: Network[Sent] = Network(cluster, self.agenda, self._arrives, self._steals)
         self.overheads = {
-            op: _checked(
+            op: checked(
                 f"the overhead of {op}",
                 cluster.action_seconds.get(op.value, costs.overhead_seconds(op)),
             )
             for op in Op
         }
         self.lanes: dict[Channel, Lane] = {}
-        #: By (pipeline, stage, update, part), and by (pipeline, update): what not all have joined.
-        self.reductions: dict[tuple[int, int, int, int | None], Joint] = defaultdict(Joint)
-        self.norms: dict[tuple[int, int], Joint] = defaultdict(Joint)
+        self.collectives = Collectives(program.plan, cluster, costs, self.network)
         self.done: set[Action] = set()
         #: Ranks of the actions that wait for one, by the edges of the program.
         self.dependents: dict[Action, list[Rank]] = defaultdict(list)
@@ -148,9 +144,10 @@ class _Simulator:
         """The stream's next action comes up."""
         action = head.action = next(head.actions, None)
         head.come = False
-        head.lane = None
-        if action is not None and action.peer is not None:
-            head.lane = self._lane(head, action)
+        if action is None or action.peer is None:
+            head.lane = None
+        else:
+            head.lane = head.lanes.get((action.op, action.peer)) or self._lane(head, action)
 
     def _wake(self, rank: Rank, now: float) -> None:
         if rank.waits:
@@ -167,7 +164,9 @@ class _Simulator:
                 rank.waits = True
                 return
             rank.waits, rank.current = False, head
-            seconds = self._begin(rank, head, action, now)
+            if now > rank.since:
+                self._waited(rank, head, action, now)
+            seconds = self._seconds(rank, head, action)
             if seconds > 0:
                 if rank.debt:
                     rank.settle(now)
@@ -231,30 +230,33 @@ class _Simulator:
             ends.append(rank.norms[update].ends)
         return max(ends, default=0.0)
 
-    def _begin(self, rank: Rank, head: Head, action: Action, now: float) -> float:
-        """It can begin now: seconds that it takes of the device."""
+    def _waited(self, rank: Rank, head: Head, action: Action, now: float) -> None:
+        """The rank has waited for the action until now."""
+        rank.waited = waited = now - rank.since
         op, parts = action.op, rank.parts
-        overhead = seconds = self.overheads[op]
-        if now > rank.since:
-            rank.waited = waited = now - rank.since
-            if op in RECEIVES:
-                assert head.lane is not None
-                sent = head.lane.arrivals[0][1].began
-                idle = min(max(sent - rank.since, 0.0), waited)
-                parts["idle"] += idle
-                parts["communication"] += waited - idle
-            else:
-                parts["reduce" if op in (Op.NORM, Op.STEP) else "idle"] += waited
+        if op in RECEIVES:
+            assert head.lane is not None
+            sent = head.lane.arrivals[0][1].began
+            idle = min(max(sent - rank.since, 0.0), waited)
+            parts["idle"] += idle
+            parts["communication"] += waited - idle
+        else:
+            parts["reduce" if op in (Op.NORM, Op.STEP) else "idle"] += waited
+
+    def _seconds(self, rank: Rank, head: Head, action: Action) -> float:
+        """What the action takes of the device."""
+        op, parts = action.op, rank.parts
+        seconds = self.overheads[op]
+        if seconds:
+            parts["overhead"] += seconds
         if op in COMPUTE:
             computing = self._compute_seconds(rank, head, action)
             parts["compute"] += computing
             seconds += computing
         elif op is Op.STEP:
             stepping = self.costs.step_seconds(rank.stage, rank.replica)
-            parts["optimizer"] += _checked("a step", stepping)
+            parts["optimizer"] += checked("a step", stepping)
             seconds += stepping
-        if overhead:
-            parts["overhead"] += overhead
         return seconds
 
     def _compute_seconds(self, rank: Rank, head: Head, action: Action) -> float:
@@ -268,25 +270,21 @@ class _Simulator:
             seconds = self.costs.compute_seconds(
                 action.op, rank.stage, rank.replica, action.part, samples
             )
-            rank.seconds[key] = _checked(str(action), seconds)
+            rank.seconds[key] = checked(str(action), seconds)
         return seconds
 
     def _perform(self, rank: Rank, head: Head, action: Action, now: float) -> bool:
         """What the action does when it has had its time; False if the rank is blocked in it."""
         op, lane = action.op, head.lane
         through = True
-        if op in COMPUTE:
-            pass
-        elif lane is not None:
+        if lane is not None:
             if op in RECEIVES:
                 self._take(lane, action)
             else:
                 through = self._send(rank, lane, action, now)
-        elif op is Op.REDUCE:
-            through = self._reduce(rank, action, now)
-        elif op is Op.NORM:
-            self._norm(rank, action, now)
-        else:
+        elif op is Op.REDUCE or op is Op.NORM:
+            through = self._join(rank, action, now)
+        elif op is Op.STEP:
             rank.reductions.pop((action.pipeline, action.unit), None)
             rank.norms.pop((action.pipeline, action.unit), None)
         if through:
@@ -310,17 +308,16 @@ class _Simulator:
     # -- messages --------------------------------------------------------------------------------
 
     def _lane(self, head: Head, action: Action) -> Lane:
-        lane = head.lanes.get((action.op, action.peer))
+        """Of a message of the stream; both of its ends know the same one."""
+        key = channel(action, self.plan)
+        lane = self.lanes.get(key)
         if lane is None:
-            key = channel(action, self.plan)
-            lane = self.lanes.get(key)
-            if lane is None:
-                receiver = self.ranks[key.receiver]
-                boundary = receiver.stage - (key.kind == "ACT")
-                size = _checked("a message", self.costs.message_bytes(boundary), "bytes")
-                route = self.network.route(key.sender, key.receiver)
-                lane = self.lanes[key] = Lane(route, receiver, size)
-            head.lanes[action.op, action.peer] = lane
+            receiver = self.ranks[key.receiver]
+            boundary = receiver.stage - (key.kind == "ACT")
+            size = checked("a message", self.costs.message_bytes(boundary), "bytes")
+            route = self.network.route(key.sender, key.receiver)
+            lane = self.lanes[key] = Lane(route, receiver, size)
+        head.lanes[action.op, action.peer] = lane
         return lane
 
     def _post(self, head: Head, receives: Iterable[Action], now: float) -> None:
@@ -371,38 +368,11 @@ class _Simulator:
     def _steals(self, rank: int, seconds: float, now: float) -> None:
         self.ranks[rank].robbed(seconds, now)
 
-    # -- reductions ------------------------------------------------------------------------------
-
-    def _reduce(self, rank: Rank, action: Action, now: float) -> bool:
-        key = action.pipeline, action.stage, action.unit, action.part
-        joint, ranks = self.reductions[key], self.plan.stages[action.stage].ranks
-        joint.joined.append(rank)
-        rank.reductions.setdefault((action.pipeline, action.unit), []).append(joint)
-        if len(joint.joined) == len(ranks):
-            del self.reductions[key]
-            size, tensors = self.costs.reduced(action.stage, action.part)
-            _checked("a reduction", size, "bytes")
-            # Buckets are sums of one call, what blocks is summed tensor by tensor.
-            calls = tensors if action.part is None else min(tensors, 1)
-            joint.ends = self.network.reduce(ranks, size, calls, now) if calls else now
+    def _join(self, rank: Rank, action: Action, now: float) -> bool:
+        """A reduction or norm; False for one that the rank waits for itself."""
+        joint = self.collectives.join(rank, action, now)
+        blocks = action.op is Op.REDUCE and action.part is None
+        if joint.ends < math.inf:
             for other in joint.joined:
-                happens = self._wake if action.part is not None else self._release
-                self.agenda.at(joint.ends, happens, other)
-        return action.part is not None
-
-    def _norm(self, rank: Rank, action: Action, now: float) -> None:
-        key = action.pipeline, action.unit
-        joint = rank.norms[key] = self.norms[key]
-        joint.joined.append(rank)
-        if len(joint.joined) == len(self.ranks):
-            del self.norms[key]
-            everyone = range(len(self.ranks))
-            joint.ends = now + self.cluster.all_reduce_seconds(everyone, _NORM_BYTES)
-            for other in joint.joined:
-                self.agenda.at(joint.ends, self._wake, other)
-
-
-def _checked(what: str, amount: float, unit: str = "seconds") -> float:
-    if not 0 <= amount < math.inf:
-        raise ValueError(f"{what} costs {amount} {unit}: costs are finite and 0 or more")
-    return amount
+                self.agenda.at(joint.ends, self._release if blocks else self._wake, other)
+        return not blocks

@@ -14,6 +14,7 @@ import pytest
 from experiments import commands, runner
 from experiments.cli import main
 from experiments.outcome import Outcome
+from tests.runtimes.planning.profiles import profile_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,6 +71,27 @@ def test_schedule(pipebench: Any) -> None:
     assert drawn.splitlines() == [line.rstrip() for line in document["grid"]]
     with_b = pipebench("schedule", "dapple", "--stages=3", "--units=6", "--set", "policy=B")
     assert with_b.out != pipebench("schedule", "dapple", "--stages=3", "--units=6").out
+
+
+def test_a_schedule_to_scale(pipebench: Any, tmp_path: Path) -> None:
+    """Two stages of two layers: forwards of 9.1 and 21.1 ms, backwards of 18 and 42 ms."""
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile_of().to_json()))
+    words = ("schedule", "dapple", "--stages=2", "--units=2", "--profile", str(path))
+    first, *rows = pipebench(*words).out.splitlines()
+    assert first.startswith(f"a column is 5 ms of {path}, a unit 8 samples; messages")
+    drawn = [row.split(" | ")[1].split() for row in rows]
+    assert drawn == [
+        [*["F0", "F0", "F1", "F1"], *["."] * 10, *["B0"] * 4, *["."] * 9, *["B1"] * 4],
+        [*[".", "."], *["F0"] * 4, *["B0"] * 8, *["F1"] * 5, *["B1"] * 8, *["."] * 4],
+    ]
+    document = pipebench(*words, "--json").document
+    assert (document["column_seconds"], document["unit_samples"]) == (0.005, 8)
+    assert document["grid"] == rows
+    # Nine replicas that share a unit of nine samples hold less than was profiled.
+    refused = pipebench(*words, "--replicas=9")
+    assert (refused.code, refused.out) == (2, "")
+    assert "is profiled for 2, 8 samples, not for 1" in refused.err
 
 
 def test_matrix_lists_and_plans(pipebench: Any, tmp_path: Path) -> None:
@@ -148,6 +170,7 @@ WRONG = {
     "schedule dappel --stages 2 --units 2": "did you mean 'dapple'?",
     "schedule torch-ddp --stages 2 --units 2": "torch-ddp is a peer",
     "schedule dapple --stages 0 --units 2": "'--stages'",
+    "schedule dapple --stages 2 --units 2 --profile no.json": "cannot read the profile no.json",
     "schedule ashpipe --stages 3 --units 2 --replicas 1,0,2": "--replicas is '1,0,2', but 3 stages",
     "schedule ashpipe --stages 3 --units 2 --replicas 1,2": "--replicas is '1,2', but 3 stages",
     "schedule pipedream_2bw --stages 4 --units 3": "as many micro-batches as stages",

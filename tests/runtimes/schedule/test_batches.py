@@ -82,3 +82,23 @@ def test_a_plan_survives_json() -> None:
     assert [plan.place(rank) for rank in range(plan.world_size)] == [
         (0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (2, 2),
     ]  # fmt: skip
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.integers(1, 9),
+    st.integers(1, 3),
+)
+def test_a_size_that_all_units_have(sizes: list[int], micro_batches: int, pipelines: int) -> None:
+    batches = Batches(tuple(sizes), micro_batches, pipelines)
+    for pipeline in range(pipelines):
+        found = {batches.size(pipeline, unit) for unit in range(len(sizes) * micro_batches)}
+        assert batches.unit_size(pipeline) == (found.pop() if len(found) == 1 else None)
+
+
+def test_units_that_go_round_the_replicas_have_no_common_share() -> None:
+    assert Batches((4, 4), rounds=True).unit_size(0) is None
+    assert [Batches((4, 4), rounds=True).is_shared(0, unit, 2, 1) for unit in (0, 1)] == [
+        False,
+        True,
+    ]
