@@ -72,13 +72,14 @@ def profiled(wanted: Wanted, progress: Progress, stop: threading.Event) -> Profi
     RuntimeError if ranks fail, or are stopped."""
     request, stack = _request(wanted)
     spec = _spec(wanted, request)
+    if spec is None:
+        _check_device(wanted, request)
     _check_output(wanted.output)
     found = environment("measured")
     known = {key: found[key] for key in ("python", "versions", "commit")}
     if spec is not None:
         profile = _computed(wanted, request, stack, spec)
     else:
-        _check_device(wanted, request)
         profile = _measured(request, wanted.ranks, progress, stop)
         known["machine"] = found["machine"]
     return replace(profile, provenance={**profile.provenance, **known})

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from experiments import commands, profiling
 from experiments.cli import main
+from experiments.launcher import rank_command
 from experiments.outcome import Outcome
 from experiments.profiling import profile_text
 from runtimes.planning import concurrency, measurement
 from runtimes.planning.profile import Profile
 
+ROOT = Path(__file__).resolve().parents[2]
 TINY = ["VisionTransformer", "--batch-sizes=1,2", "--image-size=8", "--repeats=1"]
 TINY += [f"--arg={key}" for key in ("embed_dim=8", "depth=3", "num_heads=1", "patch_size=4")]
 A100 = ["--device-spec", "a100-80gb"]
@@ -27,11 +33,13 @@ class Answer:
         self.code, self.out, self.err = code, out, err
 
 
-def measured_here(run_dir: Path, spec: Any, **_: object) -> Outcome:
+def measured_here(run_dir: Path, spec: Any, *, watch: Callable[[], None], **_: object) -> Outcome:
     """A rank's work in this process."""
     assert spec.command[-2:] == (str(run_dir), "runtimes.planning.measurement")
     assert spec.ranks == 1
-    return Outcome("ok") if measurement.run_rank(run_dir) == 0 else Outcome("failed")
+    code = measurement.run_rank(run_dir)
+    watch()
+    return Outcome("ok") if code == 0 else Outcome("failed")
 
 
 def not_launched(*_: object, **__: object) -> Outcome:
@@ -62,7 +70,7 @@ def test_a_measured_profile(
 ) -> None:
     monkeypatch.setattr(profiling, "launch", measured_here)
     answer = pipebench(*TINY)
-    assert (answer.code, answer.err) == (0, "")
+    assert (answer.code, answer.err) == (0, "profile: end\n")
     profile = Profile.load(tmp_path / "profile.json")
     assert profile.source == "measured"
     assert profile.image == (3, 8, 8)
@@ -76,6 +84,17 @@ def test_a_measured_profile(
     assert [row.split()[0] for row in rows[:5]] == ["layer", "embed", "blocks.0", "head", "total"]
     assert "(each of 3)" in rows[2]
     assert rows[-1] == f"written to {tmp_path / 'profile.json'}"
+
+
+def test_a_rank_does_the_work_of_the_module_that_it_is_told(tmp_path: Path) -> None:
+    (tmp_path / "other_work.py").write_text(
+        "def run_rank(run_dir):\n    (run_dir / 'done').touch()\n    return 7\n"
+    )
+    command = (*rank_command(tmp_path), "other_work")
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=60)
+    assert done.returncode == 7
+    assert (tmp_path / "done").exists()
 
 
 def test_a_computed_profile(pipebench: Any, tmp_path: Path) -> None:
@@ -132,6 +151,15 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert line.startswith("error: ")
     assert says in line
     assert not (tmp_path / "profile.json").exists()
+
+
+def test_devices_that_are_not_here_are_refused(
+    pipebench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    answer = pipebench(*TINY, "--device=cuda", "--ranks=2")
+    assert answer.code == 2
+    assert "2 rank(s) need a device 'cuda' each, and this machine has 1: use" in answer.err
 
 
 def test_a_place_that_cannot_be_written_is_refused_at_once(pipebench: Any, tmp_path: Path) -> None:
