@@ -58,9 +58,7 @@ def _no_latency(
     return PASS_THROUGH(self, way, ready, hold, 0)
 
 
-def _no_queue(
-    self: ports.Ports, way: Any, ready: int, hold: int, latency: int
-) -> tuple[int, int]:
+def _no_queue(self: ports.Ports, way: Any, ready: int, hold: int, latency: int) -> tuple[int, int]:
     return ready, ready + latency + hold
 
 
@@ -98,7 +96,9 @@ def several(
 
 def seconds(jobs: Sequence[Job], rank: int = 0, mutant: str | None = None) -> list[float]:
     """Of two batches, as a rank sees them."""
-    runs: list[list[Run]] = run_ranks(jobs[0].world_size, several, jobs, 2, mutant, timeout_s=TIMEOUT_S)
+    runs: list[list[Run]] = run_ranks(
+        jobs[0].world_size, several, jobs, 2, mutant, timeout_s=TIMEOUT_S
+    )
     return [run.seconds for run in runs[rank]]
 
 
@@ -111,9 +111,7 @@ PAIR = [
     job_of("dapple", TWO, emulation(SLOW), batch_size=4),
     job_of("gpipe", replace(TWO, micro_batches=2), emulation(SLOW), batch_size=4),
     job_of("gpipe", replace(TWO, micro_batches=2), emulation(cluster(1e18, 0)), batch_size=4),
-    job_of(
-        "dapple", TWO, emulation(SLOW), batch_size=4, optimizer=OptimizerSpec(lr=0.1, clip=1.0)
-    ),
+    job_of("dapple", TWO, emulation(SLOW), batch_size=4, optimizer=OptimizerSpec(lr=0.1, clip=1.0)),
 ]
 F, B, HOLD, LATENCY, STEP = 8 * MS, 16 * MS, 16 * MS, 0.5 * MS, 2 * MS
 PAIR_SECONDS = [
