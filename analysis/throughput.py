@@ -182,9 +182,10 @@ def _table(comparison: Comparison) -> Table:
 
 
 WALL_TIME = (
-    "Percent of the wall time, mean over ranks and rounds. Compute is CPU time; interference "
-    "is what background transfers take from it; communication is the exposed part; idle is "
-    "waiting for another rank's work; unattributed is what is left where parts are unknown."
+    "Percent of the wall time, mean over ranks and rounds. Compute is CPU time, or an emulated "
+    "device's; interference is what background transfers take from it; communication is the "
+    "exposed part; idle is waiting for another rank's work; unattributed is what is left where "
+    "parts are unknown."
 )
 
 
