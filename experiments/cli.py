@@ -218,12 +218,17 @@ def schedule(
 def simulate_(
     config: ConfigName,
     cluster: Annotated[
-        str, typer.Option(metavar="FILE", help="A cluster file, or a name in experiments/clusters.")
-    ],
-    profile: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="FILE", help="As of `pipebench profile`; default: computed for its devices."
+            metavar="NAME",
+            help="In experiments/clusters, or a file; default: what the config emulates.",
+        ),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="In experiments/profiles, or a file; default: computed for the cluster's devices.",
         ),
     ] = None,
     batch_sizes: Annotated[

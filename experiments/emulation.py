@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from experiments.clusters import load_cluster
 from experiments.config import Config
 from experiments.errors import UserError, one_line
-from experiments.profiles import content_hash, load_profile
+from experiments.profiles import check_profile, content_hash, load_profile
 from runtimes.emulation.limits import check_cluster
-from runtimes.job import Emulation, ModelSpec, OptimizerSpec, Task
+from runtimes.job import Emulation, OptimizerSpec, Task
 from runtimes.plan import split
 from runtimes.planning.profile import Profile, optimizer_key
 from runtimes.systems import schedule_of
@@ -84,26 +84,8 @@ def profile_of(config: Config, image: tuple[int, int, int]) -> Profile:
     """The profile of an emulated config; UserError if it is one of something else."""
     assert config.launch.profile is not None
     profile = load_profile(config.launch.profile)
-    model = ModelSpec(config.model.name, config.model.args)
-    for what, profiled, wanted in (
-        ("model", _in_words(profile.model), _in_words(model)),
-        ("images", _sides(profile.image), _sides(image)),
-        ("precision", profile.precision, config.train.precision),
-    ):
-        if profiled != wanted:
-            raise UserError(
-                f"{config.name}: launch.profile {config.launch.profile} is of {what} {profiled}, "
-                f"but the config has {wanted}: profile that, or choose another"
-            )
+    check_profile(profile, config, image, f"launch.profile {config.launch.profile}")
     return profile
-
-
-def _in_words(spec: ModelSpec) -> str:
-    return f"{spec.name} {json.dumps(spec.args, sort_keys=True, default=str)}"
-
-
-def _sides(image: Sequence[int]) -> str:
-    return "×".join(map(str, image))
 
 
 def check_emulation(config: Config, tasks: Sequence[Task], optimizer: OptimizerSpec) -> None:

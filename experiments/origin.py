@@ -7,7 +7,8 @@ from pathlib import Path
 
 from experiments.config import Config
 from experiments.errors import UserError, did_you_mean, one_line
-from experiments.resolve import model_of, samples_of
+from experiments.profiles import model_of
+from experiments.resolve import samples_of
 from experiments.store import Store
 from runtimes.job import Job
 from runtimes.manifest import read_manifest

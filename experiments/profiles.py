@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.config import Config
 from experiments.errors import UserError, did_you_mean, one_line
 from experiments.paths import PROFILES
+from runtimes.job import ModelSpec
 from runtimes.planning.profile import Profile
 
-__all__ = ["content_hash", "load_profile", "profile_names"]
+__all__ = ["check_profile", "content_hash", "load_profile", "model_of", "profile_names"]
 
 
 def profile_names() -> list[str]:
@@ -42,3 +44,30 @@ def content_hash(document: Mapping[str, Any]) -> str:
     content = {key: value for key, value in document.items() if key != "provenance"}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def model_of(config: Config) -> ModelSpec:
+    return ModelSpec(**config.model.model_dump())
+
+
+def check_profile(profile: Profile, config: Config, image: Sequence[int], named: str) -> None:
+    """UserError if the profile, ``named`` so, is of something else than the config trains."""
+    for what, profiled, wanted in (
+        ("model", _in_words(profile.model), _in_words(model_of(config))),
+        ("images", _sides(profile.image), _sides(image)),
+        ("precision", profile.precision, config.train.precision),
+    ):
+        if profiled != wanted:
+            raise UserError(
+                f"{config.name}: {named} is of {what} {profiled}, but the config has {wanted}: "
+                "profile that, or choose another"
+            )
+
+
+def _in_words(spec: ModelSpec) -> str:
+    norm = "" if spec.batch_norm is None else f" batch_norm={spec.batch_norm}"
+    return f"{spec.name} {json.dumps(spec.args, sort_keys=True, default=str)}{norm}"
+
+
+def _sides(image: Sequence[int]) -> str:
+    return "×".join(map(str, image))

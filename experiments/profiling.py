@@ -18,6 +18,7 @@ from experiments.launcher import launch, launch_spec, rank_command
 from experiments.loading import load
 from experiments.outcome import last_words
 from experiments.overrides import parse_setting
+from experiments.profiles import model_of
 from experiments.progress import Progress
 from experiments.reports import columns
 from experiments.resolve import image_of
@@ -156,7 +157,7 @@ def _of_config(wanted: Wanted) -> tuple[ModelSpec, tuple[int, int, int], dict[st
         "device": config.launch.device,
         "pin_cores": config.launch.pin_cores,
     }
-    return ModelSpec(config.model.name, config.model.args), image_of(config), defaults
+    return model_of(config), image_of(config), defaults
 
 
 def _sizes(text: str) -> tuple[int, ...]:

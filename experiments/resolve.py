@@ -14,6 +14,7 @@ from experiments.data import DATA_SETS
 from experiments.data.arrays import check_held_out
 from experiments.emulation import emulated_stack, emulation_of, profile_of
 from experiments.errors import UserError, one_line
+from experiments.profiles import model_of
 from runtimes.job import (
     Augmentation,
     BenchSpec,
@@ -40,7 +41,6 @@ __all__ = [
     "image_of",
     "job_of",
     "layers_of",
-    "model_of",
     "optimizer_of",
     "parameter_bytes",
     "plan_of",
@@ -96,10 +96,6 @@ def stack_of(config: Config) -> LayerStack:
     if config.launch.device == "emulated":
         return emulated_stack(config, optimizer_of(config))
     return _stack(_text(config))
-
-
-def model_of(config: Config) -> ModelSpec:
-    return ModelSpec(**config.model.model_dump())
 
 
 def _text(config: Config) -> str:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from experiments.clusters import load_cluster, read_cluster
+from experiments.clusters import cluster_names, load_cluster, read_cluster
 from experiments.config import Config
 from experiments.errors import UserError, one_line
 from experiments.identity import run_id
 from experiments.loading import load
 from experiments.memory import largest_batch, memory_peaks_of
+from experiments.profiles import check_profile, load_profile, model_of
 from experiments.resolve import image_of, job_of, layers_of, stack_of, tasks_of
-from runtimes.job import DataSpec, Job, ModelSpec, Task
+from runtimes.job import DataSpec, Job, Task
 from runtimes.planning.profile import Profile, optimizer_key
 from runtimes.schedule import Program
 from runtimes.simulation.cluster import Cluster
@@ -29,13 +29,15 @@ __all__ = ["Request", "simulation_document", "simulation_rows"]
 
 @dataclass(frozen=True)
 class Request:
-    """``profile``: None to compute one for the cluster's devices; ``batch_sizes``: the config's own
-    if empty; ``bandwidth_shares``: what links reach of their bandwidth, each in turn."""
+    """``cluster``, ``profile``: names or paths; None for what the config's devices are emulated
+    with, or, of the profile, for one computed for the cluster's devices.  ``batch_sizes``: the
+    config's own if empty; ``bandwidth_shares``: what links reach of their bandwidth, each in turn.
+    """
 
     config: str
     settings: Sequence[str]
-    cluster: str
-    profile: Path | None = None
+    cluster: str | None = None
+    profile: str | None = None
     batch_sizes: Sequence[int] = ()
     bandwidth_shares: Sequence[float] = (1.0,)
 
@@ -43,9 +45,10 @@ class Request:
 def simulation_document(request: Request) -> dict[str, Any]:
     """Of schema pipebench.simulation/1; UserError for what cannot be simulated."""
     try:
-        cluster = load_cluster(request.cluster)
-        scaled = {share: cluster.with_bandwidth(share) for share in request.bandwidth_shares}
         named = load(request.config, request.settings)
+        request = _filled(request, named)
+        cluster = _cluster(request, named)
+        scaled = {share: cluster.with_bandwidth(share) for share in request.bandwidth_shares}
         configs = list(_configs(request))
         profile = _profile(request, configs)
         rows = [row for config in configs for row in _rows_of(config, profile, scaled)]
@@ -77,13 +80,35 @@ def _configs(request: Request) -> Iterator[Config]:
         yield load(request.config, [*request.settings, *extra])
 
 
+def _filled(request: Request, config: Config) -> Request:
+    """With what the config's launch says, where the request says nothing."""
+    return replace(
+        request,
+        cluster=request.cluster or config.launch.cluster,
+        profile=request.profile or config.launch.profile,
+    )
+
+
+def _cluster(request: Request, config: Config) -> Cluster:
+    if request.cluster is not None:
+        return load_cluster(request.cluster)
+    if config.launch.device == "emulated":
+        # Nothing delays its messages.
+        return Cluster.ideal(tasks_of(config, layers_of(config))[0].plan.world_size)
+    raise UserError(
+        f"{config.name} names no cluster: give --cluster, one of {', '.join(cluster_names())} or a "
+        "file"
+    )
+
+
 def _profile(request: Request, configs: Sequence[Config]) -> Profile:
     """Of a file, or of what the cluster's devices could do at most; UserError for neither."""
     if request.profile is not None:
-        return Profile.load(request.profile)
+        return load_profile(request.profile)
     from runtimes.planning.device_specs import device_spec
     from runtimes.planning.roofline import analytic_profile
 
+    assert request.cluster is not None, "an emulated device has a profile"
     kinds = {node.device for node in read_cluster(request.cluster).nodes}
     device = kinds.pop()
     if device is None or kinds:
@@ -92,11 +117,13 @@ def _profile(request: Request, configs: Sequence[Config]) -> Profile:
             "or give --profile"
         )
     config, largest = configs[0], max(config.train.batch_size for config in configs)
-    # Every size that a unit may have lies between two of these.
-    sizes = sorted({1 << power for power in range(largest.bit_length())} | {largest})
+    stack = stack_of(config)
+    # Every size that a unit may have lies between two; some BatchNorms refuse a single sample.
+    least = int(any(stack.lone_norms(image_of(config))))
+    sizes = sorted({1 << power for power in range(least, largest.bit_length())} | {largest})
     return analytic_profile(
-        ModelSpec(config.model.name, config.model.args),
-        stack_of(config),
+        model_of(config),
+        stack,
         image_of(config),
         sizes,
         device_spec(device),
@@ -107,7 +134,7 @@ def _profile(request: Request, configs: Sequence[Config]) -> Profile:
 def _rows_of(
     config: Config, profile: Profile, clusters: Mapping[float, Cluster]
 ) -> Iterator[dict[str, Any]]:
-    _check_profile(config, profile)
+    check_profile(profile, config, image_of(config), "the profile")
     if config.switch is not None:
         raise UserError(f"{config.name} switches systems: simulate a config of each")
     tasks = tasks_of(config, layers_of(config))
@@ -132,20 +159,6 @@ def _rows_of(
             }
             yield row | (
                 {"status": "oom", "why": why} if why else _times(job, task, profile, cluster)
-            )
-
-
-def _check_profile(config: Config, profile: Profile) -> None:
-    """UserError for a profile of something else than the config trains."""
-    wanted = (config.model.name, config.model.args, image_of(config), config.train.precision)
-    found = (profile.model.name, profile.model.args, profile.image, profile.precision)
-    for what, here, there in zip(
-        ("model", "model.args", "image", "precision"), wanted, found, strict=True
-    ):
-        if here != there:
-            raise UserError(
-                f"the profile is of {what} {there}, but {config.name} has {here}: profile that "
-                "with `pipebench profile`"
             )
 
 

@@ -106,10 +106,11 @@ class Footprint:
         """Bytes that one more sample makes layer ``index`` keep for its backward: of its input and
         output too, if it saves them, even where a neighbour saves them as well."""
         reached = any(self.tensors[:index])
-        one, two = (self.layer(index, samples, reached=reached) for samples in (1, 2))
-        inner = two.inner - one.inner
-        output = two.output_bytes - one.output_bytes
-        return inner + self.boundaries[index] * one.input + output * one.output
+        # A single sample is refused by some layers.
+        two, three = (self.layer(index, samples, reached=reached) for samples in (2, 3))
+        inner = three.inner - two.inner
+        output = three.output_bytes - two.output_bytes
+        return inner + self.boundaries[index] * two.input + output * two.output
 
     def layer(self, index: int, samples: int, *, reached: bool) -> LayerKeeps:
         """What the forward of ``samples`` through layer ``index`` keeps; ``reached``: if its input
