@@ -51,7 +51,7 @@ def test_the_readmes_comparison_is_that_of_the_records(tables: str) -> None:
 
 
 def test_the_readmes_accuracy_and_agreement_are_those_of_the_records(tables: str) -> None:
-    accuracy = tables.split("### Accuracy")[1].split("###")[0]
+    (accuracy,) = (part for part in tables.split("### ") if re.match("Accuracy: .* digits", part))
     assert accuracy.count("96.94 |     96.94") == 6
     delayed = re.findall(r"^\| (ashpipe|pipedream|pipedream_2bw|dp → ashpipe@6) .*", accuracy, re.M)
     assert len(delayed) == 4
@@ -106,3 +106,28 @@ def test_the_readmes_grid_is_that_of_the_records(tables: str) -> None:
     )
     assert len(known) == 8
     assert sorted(known) == sorted(quoted)
+
+
+def test_the_readmes_study_is_that_of_the_records(tables: str) -> None:
+    (section,) = (part for part in tables.split("### ") if re.match("Accuracy: .* fashion", part))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines()]
+    known = {
+        (system.removesuffix(" (in-process)"), chosen.removeprefix("lr = "), accuracy): apart
+        for system, _, chosen, accuracy, apart, *_ in filter(None, rows)
+        if "(in-process)" in system
+    }
+    text = (ROOT / "README.md").read_text().replace("−", "-")
+    quoted = re.findall(
+        r"^\| (`.*) \| (0\.\d+) \| (\d\d\.\d\d ± \d\.\d\d) \| (.*) ?\|$", text, re.M
+    )
+    found = {
+        (_named(what), lr, accuracy): apart.strip() or "–" for what, lr, accuracy, apart in quoted
+    }
+    assert len(known) == 6
+    assert found == known
+
+
+def _named(what: str) -> str:
+    """`dp`, from epoch 2 on `ashpipe` is dp → ashpipe@2 in a table."""
+    switched = re.fullmatch(r"`dp`, from epoch (\d) on `(\w+)`", what)
+    return f"dp → {switched[2]}@{switched[1]}" if switched else what.split("`")[1]
