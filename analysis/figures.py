@@ -3,67 +3,50 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from analysis.accuracy import AGREEMENT, agreements, differences
+from analysis.forecasts import draw_predicted, draw_simulated
 from analysis.records import PEERS, Records, load_records
 from analysis.statistics import interval
+from analysis.style import (
+    COLORS,
+    CURVES,
+    HATCHES,
+    INK,
+    MARKERS,
+    OURS,
+    PEER_HATCH,
+    ROUND,
+    THEIRS,
+    panels_of,
+    save,
+)
 from analysis.tasks import synchronous, training
-from analysis.throughput import SHARES, Comparison, compare
+from analysis.throughput import Comparison, compare
 
-__all__ = ["COLORS", "FIGURES", "HATCHES", "INK", "ROUND", "WIDTH_IN", "save", "write_figure"]
+__all__ = ["FIGURES", "OF_SIMULATIONS", "write_figure"]
 
-STYLE = {
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "axes.labelsize": 8,
-    "xtick.labelsize": 7.5,
-    "ytick.labelsize": 7.5,
-    "legend.fontsize": 7.5,
-    "legend.frameon": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.6,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-    "ytick.minor.width": 0.4,
-    "hatch.linewidth": 0.6,
-    "pdf.fonttype": 42,
-    "savefig.dpi": 300,
-}
-WIDTH_IN = 7.2
-"""Of a figure across both columns of a paper."""
-
-OURS, THEIRS, INK, ROUND = "#7ba3cc", "#ffffff", "#1d2733", "#c0504d"
-PEER_HATCH = "/////"
-SHADES = ("#1f4e79", "#c0504d", "#e0a030", "#6f9fc8", "#7a8c5a", "#ffffff", "#c9c9c9", "#f1ece2")
-COLORS = dict(zip(SHARES, SHADES, strict=True))
-HATCHES = dict(zip(SHARES, ("", "xxx", "////", "\\\\\\\\", "...", "", "", "|||"), strict=True))
-"""Of the parts of the wall time: they differ in grey as well."""
-CURVES = ("#1f4e79", "#c0504d", "#e0a030", "#4f6b3a", "#8064a2", "#3aa0a0", "#7f7f7f")
 NOTHING = "no {} among the records has {}: run ./reproduce.sh first"
 TRACED = "gantt"
 """The figure that is not of records: see analysis.gantt."""
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def write_figure(name: str, results_dir: Path, out_dir: Path) -> list[Path]:
-    """Draw the figure of that name (see :data:`FIGURES`) into ``out_dir`` as PDF and PNG.
+    """Draw the figure of that name (see :data:`FIGURES` and :data:`OF_SIMULATIONS`) into
+    ``out_dir`` as PDF and PNG.
 
     Fresh runs are drawn; records of reference/ only where there are none, and labelled so.
 
@@ -72,46 +55,16 @@ def write_figure(name: str, results_dir: Path, out_dir: Path) -> list[Path]:
     """
     if name == TRACED:
         raise ValueError(f"figure {name} draws traces: name one or more runs with --trace")
+    if name in OF_SIMULATIONS:
+        return save(name, out_dir, lambda: OF_SIMULATIONS[name](results_dir))
     if name not in FIGURES:
-        names = (*FIGURES, TRACED)
+        names = (*FIGURES, *OF_SIMULATIONS, TRACED)
         near = difflib.get_close_matches(name, names, n=2, cutoff=0.4) or sorted(names)
         raise ValueError(f"unknown figure {name!r}: did you mean {' or '.join(near)}?")
     records = load_records(results_dir)
     fresh = records.runs[records.runs["source"] == ""]
     records = records if fresh.empty else replace(records, runs=fresh)
     return save(name, out_dir, lambda: FIGURES[name](records))
-
-
-def save(name: str, out_dir: Path, draw: Callable[[], Figure]) -> list[Path]:
-    """What ``draw`` draws, in the one style of all figures, as PDF and PNG in ``out_dir``."""
-    paths = [out_dir / f"{name}.pdf", out_dir / f"{name}.png"]
-    with mpl.rc_context():
-        mpl.rcdefaults()  # a matplotlibrc of the machine must not change the bytes
-        sns.set_theme("paper", "ticks", "deep", font="DejaVu Sans", rc=STYLE)
-        figure = draw()
-        out_dir.mkdir(parents=True, exist_ok=True)
-        # Dates and versions are the only bytes that would differ from one run to the next.
-        figure.savefig(paths[0], metadata={"CreationDate": None, "Producer": None, "Creator": None})
-        figure.savefig(paths[1], metadata={"Software": None})
-    return paths
-
-
-def _panels(
-    count: int, single: float, height: float, *, rows: int = 1, abreast: int = 2
-) -> tuple[Figure, list[list[Axes]]]:
-    """A figure of ``count`` panels, and the ``rows`` axes of each, one above the other.
-
-    One panel is ``single`` inches wide, up to ``abreast`` of them share the width of a page.
-    """
-    columns = count if count <= abreast else 2
-    lines = math.ceil(count / columns) * rows
-    figure = Figure((single if count == 1 else WIDTH_IN, height * lines), layout="constrained")
-    FigureCanvasAgg(figure)
-    firsts = [panel // columns * rows * columns + panel % columns + 1 for panel in range(count)]
-    return figure, [
-        [figure.add_subplot(lines, columns, first + row * columns) for row in range(rows)]
-        for first in firsts
-    ]
 
 
 def _titled(
@@ -139,7 +92,7 @@ def _throughput(records: Records) -> Figure:
     if not (comparisons := [item for item in compared if len(item.contenders)]):
         raise ValueError(NOTHING.format("benchmark", "a measured contender"))
     widest = max(len(item.contenders) for item in comparisons)
-    figure, panels = _panels(len(comparisons), max(3.4, 0.42 * widest + 0.8), 2.5, abreast=3)
+    figure, panels = panels_of(len(comparisons), max(3.4, 0.42 * widest + 0.8), 2.5, abreast=3)
     for comparison, panel in _titled(comparisons, panels):
         _draw_speeds(panel, comparison.contenders, records.rounds)
     handles = [
@@ -198,7 +151,7 @@ def _breakdown(records: Records) -> Figure:
     if not comparisons:
         raise ValueError(NOTHING.format("benchmark", "an account of its wall time"))
     most = max(len(item.shares) for item in comparisons)
-    figure, panels = _panels(len(comparisons), 4.2, 0.2 * most + 0.85)
+    figure, panels = panels_of(len(comparisons), 4.2, 0.2 * most + 0.85)
     for comparison, panel in _titled(comparisons, panels):
         _draw_shares(panel, comparison.shares.dropna(axis=1, how="all"))
     known = pd.concat([item.shares for item in comparisons]).dropna(axis=1, how="all")
@@ -244,7 +197,7 @@ def _loss(records: Records) -> Figure:
     apart, compared = differences(records), agreements(records).index
     steps = records.steps.assign(update=records.steps["step"] + 1)
     groups = [group for _, group in runs.groupby(["task", "seed"])]
-    figure, panels = _panels(len(groups), 4.2, 1.9, rows=2)
+    figure, panels = panels_of(len(groups), 4.2, 1.9, rows=2)
     for group, (above, below) in zip(groups, panels, strict=True):
         repeated = group["shown"].duplicated(keep=False)
         names = group["shown"].where(~repeated, group["shown"] + " " + group["id"])
@@ -314,7 +267,7 @@ def _learning_curves(records: Records) -> Figure:
     if runs.empty:
         raise ValueError(NOTHING.format("training run", "an evaluation"))
     groups = [group for _, group in runs.groupby("study", sort=False)]
-    figure, panels = _panels(len(groups), 4.2, 2.1, rows=2)
+    figure, panels = panels_of(len(groups), 4.2, 2.1, rows=2)
     steps = records.steps.assign(seen=records.steps.groupby("run")["samples"].cumsum())
     after = steps.assign(step=steps["step"] + 1)[["run", "step", "seen"]]
     scores = records.evaluations.merge(after, on=["run", "step"])
@@ -385,4 +338,9 @@ FIGURES: dict[str, Callable[[Records], Figure]] = {
     "learning-curves": _learning_curves,
     "loss": _loss,
     "throughput": _throughput,
+}
+
+OF_SIMULATIONS: dict[str, Callable[[Path], Figure]] = {
+    "predicted": draw_predicted,
+    "simulated": draw_simulated,
 }

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from analysis.evidence import Evidence
-from analysis.figures import COLORS, HATCHES, INK, ROUND, WIDTH_IN, save
+from analysis.style import COLORS, HATCHES, INK, ROUND, WIDTH_IN, save
 
 __all__ = ["KINDS", "MOST_BARS", "draw_gantt", "read_timelines", "write_gantt"]
 

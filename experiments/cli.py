@@ -241,6 +241,9 @@ def simulate_(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write it there, not to results/."),
     ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what each device does when.")
+    ] = None,
     set_: Settings = None,
     json_: Json = False,
 ) -> int:
@@ -256,7 +259,7 @@ def simulate_(
         _numbers("--batch-sizes", batch_sizes, int),
         _numbers("--bandwidth-shares", bandwidth_shares, float),
     )
-    return _show(simulate_config(request, output), json_)
+    return _show(simulate_config(request, output, trace), json_)
 
 
 @app.command()

@@ -205,10 +205,15 @@ def _records() -> Iterator[None]:
         raise UserError(one_line(error)) from None
 
 
-def simulate_config(request: Request, output: Path | None) -> Answer:
+def simulate_config(request: Request, output: Path | None, trace: Path | None) -> Answer:
     """The document goes to ``output``, or to where tables and figures find it."""
-    from experiments.simulation import simulation_document, simulation_rows
+    from experiments.simulation import (
+        simulation_document,
+        simulation_rows,
+        simulation_timelines,
+    )
     from runtimes.manifest import write_json
+    from runtimes.tracing import write_trace
 
     document = simulation_document(request)
     if output is None:
@@ -216,6 +221,8 @@ def simulate_config(request: Request, output: Path | None) -> Answer:
         output = results_root() / "simulated" / f"{name}.json"
         output.parent.mkdir(parents=True, exist_ok=True)
     write_json(output, document)
+    if trace is not None:
+        write_trace(trace, simulation_timelines(request))
     return Answer(document, f"{columns(simulation_rows(document))}\n{output}")
 
 

@@ -23,8 +23,9 @@ from runtimes.simulation.costs import ProfileCosts
 from runtimes.simulation.simulator import simulate
 from runtimes.simulation.steady import steady
 from runtimes.systems import schedule_of
+from runtimes.timeline import Timed, Timeline
 
-__all__ = ["Request", "simulation_document", "simulation_rows"]
+__all__ = ["Request", "simulation_document", "simulation_rows", "simulation_timelines"]
 
 
 @dataclass(frozen=True)
@@ -42,27 +43,47 @@ class Request:
     bandwidth_shares: Sequence[float] = (1.0,)
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """``configs``: one a batch size; ``clusters``: by share of their bandwidth."""
+
+    name: str
+    configs: Sequence[Config]
+    cluster: Cluster
+    clusters: Mapping[float, Cluster]
+    profile: Profile
+
+
+def _inputs(request: Request) -> _Inputs:
+    named = load(request.config, request.settings)
+    request = _filled(request, named)
+    cluster = _cluster(request, named)
+    scaled = {share: cluster.with_bandwidth(share) for share in request.bandwidth_shares}
+    configs = list(_configs(request))
+    return _Inputs(named.name, configs, cluster, scaled, _profile(request, configs))
+
+
 def simulation_document(request: Request) -> dict[str, Any]:
     """Of schema pipebench.simulation/1; UserError for what cannot be simulated."""
     try:
-        named = load(request.config, request.settings)
-        request = _filled(request, named)
-        cluster = _cluster(request, named)
-        scaled = {share: cluster.with_bandwidth(share) for share in request.bandwidth_shares}
-        configs = list(_configs(request))
-        profile = _profile(request, configs)
-        rows = [row for config in configs for row in _rows_of(config, profile, scaled)]
+        given = _inputs(request)
+        rows = [
+            row
+            for config in given.configs
+            for row in _rows_of(config, given.profile, given.clusters)
+        ]
     except ValueError as error:
         raise UserError(one_line(error)) from None
     if all(row["status"] == "oom" for row in rows):
         raise UserError(rows[0]["why"])
+    profile, paper = given.profile, given.configs[0].paper
     return {
         "schema": "pipebench.simulation/1",
-        "name": f"{named.name}@{cluster.name}",
+        "name": f"{given.name}@{given.cluster.name}",
         "t": time.time(),
         "evidence": "simulated",
-        "paper": None if named.paper is None else named.paper.model_dump(),
-        "cluster": cluster.to_json(),
+        "paper": None if paper is None else paper.model_dump(),
+        "cluster": given.cluster.to_json(),
         "profile": {
             "model": profile.model.name,
             "precision": profile.precision,
@@ -72,6 +93,42 @@ def simulation_document(request: Request) -> dict[str, Any]:
         },
         "rows": rows,
     }
+
+
+def simulation_timelines(request: Request) -> list[Timeline]:
+    """Of every contender: the segment that the benchmark times, at the first batch size and share
+    of bandwidth.  UserError for what cannot be simulated."""
+    try:
+        given = _inputs(request)
+        config, cluster = given.configs[0], next(iter(given.clusters.values()))
+        tasks = tasks_of(config, layers_of(config))
+        job = job_of(config, tasks, DataSpec("", ""))
+        return [_timeline(job, task, given.profile, cluster) for task in tasks]
+    except ValueError as error:
+        raise UserError(one_line(error)) from None
+
+
+def _timeline(job: Job, task: Task, profile: Profile, cluster: Cluster) -> Timeline:
+    program = _program(job, task, _steps(job, task))
+    costs = ProfileCosts(profile, task.plan, optimizer_key(job.optimizer))
+    ranks = tuple(
+        tuple(Timed(item.action, item.start, item.end) for item in items)
+        for items in simulate(program, cluster, costs).timed
+    )
+    return Timeline(
+        task.label, "simulated", task.plan, program.batches, ranks, f"on {cluster.name}"
+    )
+
+
+def _steps(job: Job, task: Task) -> int:
+    """Batches of the segment that the benchmark times."""
+    return len(job.batches(task, job.bench.steps if job.bench else 1))
+
+
+def _program(job: Job, task: Task, batches: int) -> Program:
+    sizes = (task.batch_size or job.batch_size,) * batches
+    system = schedule_of(task.system, task.options)
+    return system.program(task.plan, sizes, norm=job.optimizer.global_norm)
 
 
 def _configs(request: Request) -> Iterator[Config]:
@@ -189,15 +246,11 @@ def _too_much(config: Config, job: Job, task: Task, cluster: Cluster) -> str | N
 def _times(job: Job, task: Task, profile: Profile, cluster: Cluster) -> dict[str, Any]:
     """Of a segment as the benchmark times it, and of one batch in the steady state."""
     costs = ProfileCosts(profile, task.plan, optimizer_key(job.optimizer))
-    system, size = schedule_of(task.system, task.options), task.batch_size or job.batch_size
-
-    def program(batches: int) -> Program:
-        return system.program(task.plan, (size,) * batches, norm=job.optimizer.global_norm)
-
-    steps = len(job.batches(task, job.bench.steps if job.bench else 1))
-    segment = simulate(program(steps), cluster, costs, keep=False)
+    size, steps = task.batch_size or job.batch_size, _steps(job, task)
+    segment = simulate(_program(job, task, steps), cluster, costs, keep=False)
     # Enough to fill the pipeline, and for every replica to have its turn.
-    full = steady(program, cluster, costs, 2 * task.plan.world_size)
+    enough = 2 * task.plan.world_size
+    full = steady(lambda batches: _program(job, task, batches), cluster, costs, enough)
     return {
         "status": "ok",
         "why": None,

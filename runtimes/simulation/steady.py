@@ -23,9 +23,14 @@ class Steady:
 
 
 def steady(make: Callable[[int], Program], cluster: Cluster, costs: Costs, batches: int) -> Steady:
-    """``make(n)`` is the program of n batches, and ``batches`` of them fill the pipeline."""
+    """``make(n)`` is the program of n batches, and ``batches`` of them fill the pipeline.
+
+    ValueError if nothing takes any time.
+    """
     short, long = (simulate(make(n), cluster, costs, keep=False) for n in (batches, 2 * batches))
     wall = long.makespan_seconds - short.makespan_seconds
+    if wall <= 0:
+        raise ValueError("a batch takes no time at all: profile layers that take some")
     ranks = len(long.parts)
     shares = {
         name: (_total(long, name) - _total(short, name)) / ranks / wall for name in long.parts[0]

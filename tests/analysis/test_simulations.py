@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from analysis.figures import write_figure
 from analysis.predictions import predictions
 from analysis.records import load_records
 from analysis.simulations import load_studies, tables
@@ -132,3 +133,17 @@ def test_without_simulations_there_is_nothing_to_compare(tmp_path: Path) -> None
     Results(tmp_path).bench("dp", [1.0] * 7)
     assert predictions(load_records(tmp_path), tmp_path).empty
     assert "Predicted" not in print_tables(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["simulated", "predicted"])
+def test_figures_of_simulations_are_drawn(tmp_path: Path, name: str) -> None:
+    Results(tmp_path).bench("dp", [1.0, 1.01, 0.99, 1.0, 1.0, 1.0, 1.0])
+    with pytest.raises(ValueError, match="simulate"):
+        write_figure(name, tmp_path, tmp_path / "figures")
+    rows = [row("dp", 100.0), row("ashpipe", 150.0), row("gpipe", None)]
+    rows += [row("dp", 10.0, bandwidth_share=0.1), row("ashpipe", 90.0, bandwidth_share=0.1)]
+    write(tmp_path, rows)
+    pdf, png = write_figure(name, tmp_path, tmp_path / "figures")
+    assert pdf.stat().st_size > 1000
+    first = png.read_bytes()
+    assert write_figure(name, tmp_path, tmp_path / "figures")[1].read_bytes() == first

@@ -11,11 +11,18 @@ from typing import Any
 import pytest
 
 from experiments.errors import UserError
-from experiments.loading import load
+from experiments.identity import run_id
+from experiments.loading import config_names, load
 from experiments.resolve import image_of, layers_of
-from experiments.simulation import Request, simulation_document, simulation_rows
+from experiments.simulation import (
+    Request,
+    simulation_document,
+    simulation_rows,
+    simulation_timelines,
+)
 from runtimes.job import ModelSpec
 from runtimes.planning.profile import LayerProfile, Profile, Spread
+from runtimes.tracing import read_trace, write_trace
 
 CONFIG = "peers/schedules-m4"
 
@@ -53,7 +60,8 @@ def uniform(path: Path, sizes: Sequence[int] = (1, 64), **changes: Any) -> str:
 
 def test_without_a_profile_the_devices_are_computed(tmp_path: Path) -> None:
     known = cluster(tmp_path / "c.toml", 'device = "a100-80gb"')
-    document = simulation_document(Request(CONFIG, (), known))
+    small = ("model.args.depth=2", "train.batch_size=8", "data.sizes.train=64")
+    document = simulation_document(Request(CONFIG, small, known))
     assert document["profile"]["source"] == "analytic"
     assert document["profile"]["provenance"]["compute_efficiency"] < 1
     with pytest.raises(UserError, match="set nodes.device, or give --profile"):
@@ -153,3 +161,35 @@ def test_sizes_clusters_and_files_that_cannot_be(tmp_path: Path) -> None:
             simulation_document(request)
         assert said in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_an_emulated_config_brings_its_own_profile_and_links() -> None:
+    names = [name for name in config_names() if name.startswith("emulated/")]
+    assert "emulated/compute-s4" in names
+    for name in names:
+        if load(name).launch.profile == "uniform-nothing":
+            with pytest.raises(UserError, match="a batch takes no time at all"):
+                simulation_document(Request(name, ()))
+            continue
+        document = simulation_document(Request(name, ()))
+        config = load(name)
+        assert {row["run"] for row in document["rows"]} == {run_id(config)}
+        assert {row["label"] for row in document["rows"]} == {
+            contender.label for contender in config.contenders()
+        }
+
+
+def test_the_trace_is_of_the_segment_that_a_benchmark_times(tmp_path: Path) -> None:
+    request = Request(CONFIG, (), cluster(tmp_path / "c.toml"), uniform(tmp_path / "p.json"))
+    rows = {row["label"]: row for row in simulation_document(request)["rows"]}
+    timelines = simulation_timelines(request)
+    assert [timeline.label for timeline in timelines] == list(rows)
+    for timeline in timelines:
+        row = rows[timeline.label]
+        assert timeline.evidence == "simulated"
+        assert timeline.makespan_seconds == pytest.approx(row["segment_seconds"])
+        assert len(timeline.batches.sizes) == row["segment_batches"]
+    write_trace(tmp_path / "t.json", timelines)
+    assert [timeline.plan for timeline in read_trace(tmp_path / "t.json")] == [
+        timeline.plan for timeline in timelines
+    ]
