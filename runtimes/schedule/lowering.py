@@ -6,7 +6,7 @@ of millions of actions costs only what walks it, and its first actions are gener
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import islice
 from typing import Generic, TypeVar
@@ -66,6 +66,8 @@ def lower(
 
 #: Actions of a stream that are kept: about 1 MB, enough for hundreds of batches.
 _KEPT = 4096
+#: So many are generated at a time.
+_CHUNK = 32
 
 Item = TypeVar("Item")
 
@@ -81,18 +83,18 @@ class _Generated(Generic[Item]):
         self._coming = islice(source(), _KEPT)
 
     def walk(self) -> Iterator[Item]:
-        kept, position = self._kept, 0
-        while True:
-            # Another walk may have brought more in the meantime.
-            while position < len(kept):
-                yield kept[position]
-                position += 1
-            item = next(self._coming, None)
-            if item is None:
-                break
-            kept.append(item)
+        position = 0
+        # Another walk may have brought more in the meantime.
+        while chunk := self._kept[position : position + _CHUNK] or self._more():
+            yield from chunk
+            position += len(chunk)
         if position == _KEPT:
             yield from islice(self._source(), _KEPT, None)
+
+    def _more(self) -> list[Item]:
+        chunk = list(islice(self._coming, _CHUNK))
+        self._kept += chunk
+        return chunk
 
 
 class _Inbox:
@@ -214,29 +216,29 @@ class _Lowering:
         place: tuple[int, int, int],
         backward: Compute,
         reduce: Compute,
-        sends: Iterable[Action],
-    ) -> Iterator[Action]:
+        sends: list[Action],
+    ) -> list[Action]:
         """The backward that completes an update's gradients, with their reduction."""
-        stage = self.plan.stages[place[1]]
+        stage, (_, unit, version) = self.plan.stages[place[1]], backward
         if self.blocking or not stage.cuts:
-            yield Action(*place, Op.B, backward.unit, None, backward.version)
-            yield from sends
-            yield from self.reductions(place, reduce)
-            return
-        last = len(stage.parts) - 1
-        for part in range(len(stage.parts)):
-            yield Action(*place, Op.B, backward.unit, part, backward.version)
-            if part == last:
-                yield from sends
-            yield Action(*place, Op.REDUCE, reduce.unit, part, reduce.version)
+            return [_act(*place, Op.B, unit, version), *sends, *self.reductions(place, reduce)]
+        actions, reductions = list[Action](), self.reductions(place, reduce)
+        for part, reduction in enumerate(reductions):
+            actions.append(Action(*place, Op.B, unit, part, version))
+            if part == len(reductions) - 1:
+                actions += sends
+            actions.append(reduction)
+        return actions
 
-    def reductions(self, place: tuple[int, int, int], reduce: Compute) -> Iterator[Action]:
+    def reductions(self, place: tuple[int, int, int], reduce: Compute) -> list[Action]:
         stage = self.plan.stages[place[1]]
         if stage.replicas == 1:
-            return
-        parts = [None] if self.blocking else list(range(len(stage.parts)))
-        for part in parts:
-            yield Action(*place, Op.REDUCE, reduce.unit, part, reduce.version)
+            return []
+        parts = (None,) if self.blocking else range(len(stage.cuts) + 1)
+        _, unit, version = reduce
+        return [
+            _new(Action, (*place, Op.REDUCE, unit, part, version, None, None)) for part in parts
+        ]
 
 
 #: NamedTuple's own constructor, which sorts its arguments out first, takes twice as long.

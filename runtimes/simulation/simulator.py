@@ -41,6 +41,9 @@ from runtimes.simulation.state import Head, Lane, Rank, Sent, Timed
 
 __all__ = ["Simulation", "Timed", "simulate"]
 
+#: What takes the device for more than an overhead, and what may have to wait for others.
+_BUSY = COMPUTE | {Op.STEP}
+_WAITING = RECEIVES | {Op.NORM, Op.STEP}
 #: Actions that a deadlock names.
 _NAMED = 8
 
@@ -80,6 +83,8 @@ class _Simulator:
         }
         self.lanes: dict[Channel, Lane] = {}
         self.collectives = Collectives(program.plan, cluster, costs, self.network)
+        #: Neither edges nor rendezvous: then only what is _WAITING can be held up.
+        self.simple = not program.after and not program.rendezvous
         self.done: set[Action] = set()
         #: Ranks of the actions that wait for one, by the edges of the program.
         self.dependents: dict[Action, list[Rank]] = defaultdict(list)
@@ -148,6 +153,7 @@ class _Simulator:
             head.lane = None
         else:
             head.lane = head.lanes.get((action.op, action.peer)) or self._lane(head, action)
+        head.at_once = self.simple and action is not None and action.op not in _WAITING
 
     def _wake(self, rank: Rank, now: float) -> None:
         if rank.waits:
@@ -158,7 +164,7 @@ class _Simulator:
         while True:
             for head in rank.heads:
                 action = head.action
-                if action is not None and self._ready(rank, head, action, now):
+                if action is not None and (head.at_once or self._ready(rank, head, action, now)):
                     break
             else:
                 rank.waits = True
@@ -166,7 +172,9 @@ class _Simulator:
             rank.waits, rank.current = False, head
             if now > rank.since:
                 self._waited(rank, head, action, now)
-            seconds = self._seconds(rank, head, action)
+            seconds = self.overheads[action.op]
+            if seconds or action.op in _BUSY:
+                seconds = self._seconds(rank, head, action)
             if seconds > 0:
                 if rank.debt:
                     rank.settle(now)
@@ -225,10 +233,12 @@ class _Simulator:
     def _joined(self, rank: Rank, action: Action) -> float:
         """When all reductions of the update, and its norm, will have ended."""
         update = action.pipeline, action.unit
-        ends = [joint.ends for joint in rank.reductions.get(update, ())]
+        joints = rank.reductions.get(update, [])
         if update in rank.norms:
-            ends.append(rank.norms[update].ends)
-        return max(ends, default=0.0)
+            joints = [*joints, rank.norms[update]]
+        if len(joints) == 1:
+            return joints[0].ends
+        return max((joint.ends for joint in joints), default=0.0)
 
     def _waited(self, rank: Rank, head: Head, action: Action, now: float) -> None:
         """The rank has waited for the action until now."""
@@ -249,27 +259,27 @@ class _Simulator:
         seconds = self.overheads[op]
         if seconds:
             parts["overhead"] += seconds
-        if op in COMPUTE:
-            computing = self._compute_seconds(rank, head, action)
-            parts["compute"] += computing
-            seconds += computing
-        elif op is Op.STEP:
-            stepping = self.costs.step_seconds(rank.stage, rank.replica)
-            parts["optimizer"] += checked("a step", stepping)
-            seconds += stepping
+        if op in _BUSY:
+            cost = self._cost(rank, head, action)
+            parts["optimizer" if op is Op.STEP else "compute"] += cost
+            seconds += cost
         return seconds
 
-    def _compute_seconds(self, rank: Rank, head: Head, action: Action) -> float:
-        samples = head.samples
+    def _cost(self, rank: Rank, head: Head, action: Action) -> float:
+        """Of a computation or step."""
+        samples = 0 if action.op is Op.STEP else head.samples
         if samples is None:
             low, high = self.program.share(action.pipeline, rank.stage, rank.replica, action.unit)
             samples = high - low
         key = action.op, action.part, samples
         seconds = rank.seconds.get(key)
         if seconds is None:
-            seconds = self.costs.compute_seconds(
-                action.op, rank.stage, rank.replica, action.part, samples
-            )
+            if action.op is Op.STEP:
+                seconds = self.costs.step_seconds(rank.stage, rank.replica)
+            else:
+                seconds = self.costs.compute_seconds(
+                    action.op, rank.stage, rank.replica, action.part, samples
+                )
             rank.seconds[key] = checked(str(action), seconds)
         return seconds
 

@@ -60,14 +60,15 @@ class Joint:
 @dataclass(slots=True, eq=False)
 class Head:
     """A stream being walked.  ``samples``: its share of every unit, if that is always the same;
-    ``lane``: the channel of ``action``, if that is a message; ``come``: what is to be posted before
-    the action has been."""
+    ``lane``: the channel of ``action``, if that is a message; ``at_once``: nothing can hold the
+    action up; ``come``: what is to be posted before it has been."""
 
     actions: Iterator[Action]
     posting: Posting | None
     samples: int | None
     action: Action | None = None
     lane: Lane | None = None
+    at_once: bool = False
     come: bool = False
     lanes: dict[tuple[Op, int | None], Lane] = field(default_factory=dict)
 
