@@ -44,10 +44,11 @@ def fit_line(seconds: Mapping[int, float]) -> LineFit:
         if later > time and time * longer >= later * size:
             bandwidth = (longer - size) / (later - time)
             lines.append((max(0.0, time - size / bandwidth), bandwidth))
-    latency, bandwidth = min(lines, key=lambda line: _distance(*line, points))
+    latency, bandwidth = min(lines, key=lambda line: _distance(line, points))
     errors = {size: (latency + size / bandwidth) / time - 1 for size, time in points}
     return LineFit(latency, bandwidth, errors)
 
 
-def _distance(latency: float, bandwidth: float, points: Sequence[tuple[int, float]]) -> float:
+def _distance(line: tuple[float, float], points: Sequence[tuple[int, float]]) -> float:
+    latency, bandwidth = line
     return sum(abs(math.log((latency + size / bandwidth) / time)) for size, time in points)
