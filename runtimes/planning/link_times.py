@@ -19,8 +19,11 @@ from runtimes.planning.profile import Links
 
 __all__ = ["MESSAGE_BYTES", "REDUCE_BYTES", "LinkTimes"]
 
-MESSAGE_BYTES = (1_000, 10_000, 100_000, 1_000_000, 4_000_000, 16_000_000)
+#: As many short as long ones, so that latency is found as well as bandwidth.
+MESSAGE_BYTES = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000, 4_000_000, 16_000_000)
 REDUCE_BYTES = (10_000, 100_000, 1_000_000, 4_000_000, 16_000_000, 64_000_000)
+#: There and back at a time.
+_TRIPS = 5
 #: A bucket of gradients is made of so many tensors.
 _TENSORS = 12
 #: What is under way while a rank computes, and how long it computes.
@@ -68,36 +71,39 @@ class LinkTimes:
     # -- messages --------------------------------------------------------------------------
 
     def message_seconds(self, pair: tuple[int, int]) -> dict[int, float]:
-        """By bytes: half of the time there and back, median of the repeats, sizes in turn."""
+        """By bytes: half of the time there and back, median of all trips, sizes in turn."""
         buffers = {size: self._buffer(size) for size in MESSAGE_BYTES}
         found: dict[int, list[float]] = {size: [] for size in MESSAGE_BYTES}
         for number in range(self._repeats + 1):
             for size, (out, into) in buffers.items():
                 dist.barrier()
                 if self.rank in pair:
-                    seconds = self._there_and_back(pair, out, into) / 2
+                    trips = self._there_and_back(pair, out, into)
                     if number:  # The first opens the connection.
-                        found[size].append(seconds)
+                        found[size] += [seconds / 2 for seconds in trips]
         shared: dict[int, float] = self._of(
             pair[0], {size: median(times) for size, times in found.items() if times}
         )
         return shared
 
-    def _there_and_back(self, pair: tuple[int, int], out: Tensor, into: Tensor) -> float:
+    def _there_and_back(self, pair: tuple[int, int], out: Tensor, into: Tensor) -> list[float]:
+        """Seconds of each trip; as in a run, receives are posted ahead."""
         first = self.rank == pair[0]
         other = pair[1] if first else pair[0]
-        received = dist.irecv(into, src=other, group=self._back if first else self._forth)
-        synchronize(self._device)
-        begin = perf_counter()
-        if first:
-            sent = dist.isend(out, dst=other, group=self._forth)
-            self._wait(received)
-        else:
-            self._wait(received)
-            sent = dist.isend(out, dst=other, group=self._back)
-        end = perf_counter()
-        self._wait(sent)
-        return end - begin
+        there, back = (self._forth, self._back) if first else (self._back, self._forth)
+        received = [dist.irecv(into, src=other, group=back) for _ in range(_TRIPS)]
+        seconds = []
+        for work in received:
+            begin = perf_counter()
+            if first:
+                sent = dist.isend(out, dst=other, group=there)
+                self._wait(work)
+            else:
+                self._wait(work)
+                sent = dist.isend(out, dst=other, group=there)
+            seconds.append(perf_counter() - begin)
+            self._wait(sent)
+        return seconds
 
     def _buffer(self, size: int) -> tuple[Tensor, Tensor]:
         values = torch.ones(size // 4, device=self._device)
