@@ -3,11 +3,12 @@
 All else is real: weights that are trained, graphs, gradients, messages.  Only their tensors are
 smaller than the model's, by the factor ``truncation``.
 
-With K elements of a sample in, J out, W of the weight, and c_j = 1/2, 3/2, 1/2, …
+With K elements of a sample in, J out, W of the weight,
 
-    y[s, j] = c_j · (mean_k x[s, k] + mean_i w[i])
+    y[s, j] = mean_k x[s, k] + mean_i w[i]
 
-so that gradients are those of a function, and depend on weights and samples.
+of the last layer times 1/2, 3/2, 1/2, … by j, since logits that are all alike teach nothing.  Few
+and cheap operations: what they take is part of the wait, but it is taken from other ranks' cores.
 """
 
 from __future__ import annotations
@@ -34,12 +35,20 @@ __all__ = ["EmulatedStack"]
 class EmulatedLayer(nn.Module):
     """Takes (n, …) and returns (n, ``outputs``), after the profile's time of n samples.
 
-    ``device`` None: at once.
+    ``device`` None: at once.  ``logits``: it is the model's last.
     """
 
-    def __init__(self, profile: LayerProfile, weights: int, outputs: int, device: Device | None):
+    def __init__(
+        self,
+        profile: LayerProfile,
+        weights: int,
+        outputs: int,
+        device: Device | None,
+        *,
+        logits: bool = False,
+    ):
         super().__init__()
-        self.profile, self.outputs, self.device = profile, outputs, device
+        self.profile, self.outputs, self.device, self.logits = profile, outputs, device, logits
         self.weight = nn.Parameter(torch.empty(weights, device="meta")) if weights else None
         self._seconds: dict[tuple[int, bool], float] = {}
 
@@ -51,9 +60,12 @@ class EmulatedLayer(nn.Module):
             self._seconds[key] = interpolated(times, samples, what)
         return self._seconds[key]
 
-    def forward(self, x: Tensor, *, first: bool = True, last: bool = True) -> Tensor:
-        """``first`` and ``last`` of the layers that compute one after the other."""
-        y: Tensor = _Wait.apply(x, self.weight, self, first, last)
+    def forward(
+        self, x: Tensor, *, first: bool = True, last: bool = True, alone: bool = False
+    ) -> Tensor:
+        """``first`` and ``last`` of the layers that compute one after the other and wait together,
+        or, ``alone``, in the backward each for itself."""
+        y: Tensor = _Wait.apply(x, self.weight, self, (first, last, alone))
         return y
 
 
@@ -62,47 +74,58 @@ class _Wait(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, layer: EmulatedLayer, first: bool, last: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        layer: EmulatedLayer,
+        place: tuple[bool, bool, bool],
     ) -> Tensor:
         # A trial on the meta device asks for shapes, of any number of samples.
         device = None if x.is_meta else layer.device
+        first, last, _ = place
         if device is not None and first:
             device.begin()
         ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.place = layer, (first, last)
-        mean = x.flatten(1).mean(1)
+        ctx.layer, ctx.place = layer, place
+        mean = (x if x.ndim == 2 else x.flatten(1)).mean(1, keepdim=True)
         if weight is not None:
-            mean = mean + weight.mean()
-        y = torch.outer(mean, _pattern(layer.outputs, x))
+            mean += weight.mean()
+        y = mean.expand(-1, layer.outputs)
+        y = y * _factors(y) if layer.logits else y.contiguous()
         if device is not None:
             device.spend(layer.seconds(len(x), forward=True))
-            device.wait(last=last)
+            if last:
+                device.wait()
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        layer, (first, last) = ctx.layer, ctx.place
+        layer, (first, last, alone) = ctx.layer, ctx.place
         device = None if x.is_meta else layer.device
         if device is not None and last:
             device.begin()
-        means = gradient @ _pattern(layer.outputs, gradient)
+        if layer.logits:
+            gradient = gradient * _factors(gradient)
+        of_mean = gradient.sum(1)
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            each = means / max(1, x[0].numel() if len(x) else 1)
+            each = of_mean * (len(x) / max(1, x.numel()))
             of_x = each.view(-1, *([1] * (x.ndim - 1))).expand_as(x).contiguous()
         if weight is not None:
-            of_weight = (means.sum() / weight.numel()).expand_as(weight).contiguous()
+            of_weight = (of_mean.sum() / weight.numel()).expand_as(weight).contiguous()
         if device is not None:
             device.spend(layer.seconds(len(x), forward=False))
-            device.wait(last=first)
-        return of_x, of_weight, None, None, None
+            if first or alone:
+                device.wait(last=first)
+        return of_x, of_weight, None, None
 
 
-def _pattern(count: int, like: Tensor) -> Tensor:
-    """c: (count,)"""
-    return torch.arange(count, dtype=like.dtype, device=like.device).remainder_(2).add_(0.5)
+def _factors(like: Tensor) -> Tensor:
+    """(J,)"""
+    factors = torch.arange(like.shape[1], dtype=like.dtype, device=like.device)
+    return factors.remainder_(2).add_(0.5)
 
 
 class EmulatedStage(Stage):
@@ -113,13 +136,16 @@ class EmulatedStage(Stage):
 
     def __init__(self, stage: Stage, device: Device | None, step_seconds: float):
         super().__init__(list(stage.layers), stage.prefixes, stage.first, stage.random)
-        self._device, self._step_seconds = device, step_seconds
+        self._device, self._step_seconds, self._alone = device, step_seconds, False
 
     def forward(self, x: Tensor) -> Tensor:
         end = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
-            x = layer(x, first=number == 0, last=number == end)
+            x = layer(x, first=number == 0, last=number == end, alone=self._alone)
         return x
+
+    def watch_gradients(self) -> None:
+        self._alone = True
 
     def part(self, first: int, last: int) -> Stage:
         """A part is never stepped alone."""
@@ -170,6 +196,7 @@ class EmulatedStack(LayerStack):
                 _elements(layer.parameter_bytes / size, truncation),
                 _elements(layer.output_bytes / size, shrunk),
                 device,
+                logits=index == len(profile.layers) - 1,
             )
             layers.append(Layer(layer.name, f"{layer.name}.", module, _initialise))
         super().__init__(layers)

@@ -89,6 +89,9 @@ class Stage(nn.Module):
     def charge(self, optimizer: Optimizer) -> None:
         """Called with each optimizer of the stage's weights, which here costs what it takes."""
 
+    def watch_gradients(self) -> None:
+        """Each layer's gradients are wanted when they are made, not at the end of the backward."""
+
     def bind(self, weights: Mapping[str, Tensor]) -> None:
         """Compute with these very tensors, by names of the whole model, from the next forward on.
 

@@ -40,6 +40,7 @@ class DdpEngine:
         self._job, self._feed, self._rank = job, feed, rank
         self._replicas = task.plan.world_size
         self._copy = StageCopy(job, task, stack, feed, rank)
+        self._copy.stage.watch_gradients()
         # DDP counts in units of 2^20 bytes, a plan in 10^6.
         bucket = task.options.get("bucket_mb", 25.0) * 1e6 / 2**20
         self._ddp = DistributedDataParallel(self._copy.stage, bucket_cap_mb=bucket)

@@ -64,9 +64,12 @@ def test_a_layer_without_weights_has_none() -> None:
     assert stack_at(None, profile).parameter_counts == (1000, 0, 1000, 1000)
 
 
+@pytest.mark.parametrize("logits", [False, True])
 @pytest.mark.parametrize(("weights", "shape"), [(5, (3, 4)), (0, (3, 4)), (1, (2, 1, 2, 3))])
-def test_gradients_are_those_of_the_layer(weights: int, shape: tuple[int, ...]) -> None:
-    layer = EmulatedLayer(PROFILE.layers[0], weights, 3, None)
+def test_gradients_are_those_of_the_layer(
+    weights: int, shape: tuple[int, ...], logits: bool
+) -> None:
+    layer = EmulatedLayer(PROFILE.layers[0], weights, 3, None, logits=logits)
     generator = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> Tensor:
@@ -119,6 +122,24 @@ def test_parts_of_a_stage_add_up_to_it() -> None:
     pieces[0].sum().backward()
     seen.append(clock.time - begin)
     assert seen == [3 * MS, 12 * MS, 12 * MS + 18 * MS, 36 * MS]
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_layers_wait_together_unless_somebody_watches_their_gradients(watched: bool) -> None:
+    clock, seen = Clock(), []
+    stage = stage_at(clock, 0, 4)
+    if watched:
+        stage.watch_gradients()
+    for parameter in stage.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: seen.append(clock.time))
+    out, sleeps = stage(torch.ones(3, 1, 1, 1)), clock.sleeps
+    begin = clock.time
+    out.sum().backward()
+    assert sleeps == 1
+    assert clock.sleeps - sleeps == (4 if watched else 1)
+    assert clock.time - begin == 24 * MS
+    ends = [6 * MS, 12 * MS, 18 * MS, 24 * MS]
+    assert [time - begin for time in seen] == (ends if watched else [0, 0, 0, 24 * MS])
 
 
 @pytest.mark.parametrize("work", [0, 5 * MS, 20 * MS])
