@@ -31,8 +31,11 @@ def row(tables: str, micro_batches: int, system: str) -> str:
 
 
 def test_reference_records_hold_only_what_is_true_elsewhere() -> None:
-    files = {path.name for path in (ROOT / "results" / "reference").rglob("*") if path.is_file()}
+    reference = ROOT / "results" / "reference"
+    simulated = set((reference / "simulated").iterdir())
+    files = {path.name for path in {*reference.rglob("*")} - simulated if path.is_file()}
     assert files == {"config.toml", "env.json", "events.jsonl", "result.json"}
+    assert {path.suffix for path in simulated} == {".json"}
 
 
 def test_the_readmes_comparison_is_that_of_the_records(tables: str) -> None:
@@ -131,3 +134,24 @@ def _named(what: str) -> str:
     """`dp`, from epoch 2 on `ashpipe` is dp → ashpipe@2 in a table."""
     switched = re.fullmatch(r"`dp`, from epoch (\d) on `(\w+)`", what)
     return f"dp → {switched[2]}@{switched[1]}" if switched else what.split("`")[1]
+
+
+def test_the_readmes_ratios_at_eight_devices_are_those_of_the_simulation(tables: str) -> None:
+    """Published ÷ published, and ours ÷ ours, by batch size; each of the rows quoted."""
+    section = tables.split("### Simulated: vit_h14/systems@a100-2x4")[1].split("###")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines()]
+    speeds = {tuple(row[:3]): row[4] for row in rows if len(row) > 4}
+    quoted = re.findall(
+        r"^\| (\d+) \| (\d\.?\d*)× \| (\d\.\d\d) \| (\d\.\d\d) \|$",
+        (ROOT / "README.md").read_text(),
+        re.M,
+    )
+    assert len(quoted) == 12
+    for batch, links, published, ours in quoted:
+        at = (batch, f"{links}×")
+        for ratio, system, base in (
+            (published, "ashpipe-2x4-published", "dp-blocking"),
+            (ours, "ashpipe-2x4", "dp"),
+        ):
+            found = float(speeds[system, *at]) / float(speeds[base, *at])
+            assert float(ratio) == pytest.approx(found, abs=0.0051)
