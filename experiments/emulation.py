@@ -13,7 +13,7 @@ from experiments.profiles import check_profile, content_hash, load_profile
 from runtimes.emulation.limits import check_cluster
 from runtimes.job import Emulation, OptimizerSpec, Task
 from runtimes.plan import split
-from runtimes.planning.profile import Profile, optimizer_key
+from runtimes.planning.profile import Profile
 from runtimes.systems import schedule_of
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def check_emulation(config: Config, tasks: Sequence[Task], optimizer: OptimizerS
         if launch.device == "emulated":
             assert launch.profile is not None
             profile = load_profile(launch.profile)
-            _check_profile(profile, tasks, config.train.batch_size, optimizer_key(optimizer))
+            _check_profile(profile, tasks, config.train.batch_size, optimizer.method)
     except ValueError as error:
         raise UserError(f"{config.name}: {one_line(error)}") from None
 

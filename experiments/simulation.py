@@ -16,7 +16,7 @@ from experiments.memory import largest_batch, memory_peaks_of
 from experiments.profiles import check_profile, load_profile, model_of
 from experiments.resolve import image_of, job_of, layers_of, stack_of, tasks_of
 from runtimes.job import DataSpec, Job, Task
-from runtimes.planning.profile import Profile, optimizer_key
+from runtimes.planning.profile import Profile
 from runtimes.schedule import Program
 from runtimes.simulation.cluster import Cluster
 from runtimes.simulation.costs import ProfileCosts
@@ -110,7 +110,7 @@ def simulation_timelines(request: Request) -> list[Timeline]:
 
 def _timeline(job: Job, task: Task, profile: Profile, cluster: Cluster) -> Timeline:
     program = _program(job, task, _steps(job, task))
-    costs = ProfileCosts(profile, task.plan, optimizer_key(job.optimizer))
+    costs = ProfileCosts(profile, task.plan, job.optimizer.method)
     ranks = tuple(
         tuple(Timed(item.action, item.start, item.end) for item in items)
         for items in simulate(program, cluster, costs).timed
@@ -245,7 +245,7 @@ def _too_much(config: Config, job: Job, task: Task, cluster: Cluster) -> str | N
 
 def _times(job: Job, task: Task, profile: Profile, cluster: Cluster) -> dict[str, Any]:
     """Of a segment as the benchmark times it, and of one batch in the steady state."""
-    costs = ProfileCosts(profile, task.plan, optimizer_key(job.optimizer))
+    costs = ProfileCosts(profile, task.plan, job.optimizer.method)
     size, steps = task.batch_size or job.batch_size, _steps(job, task)
     segment = simulate(_program(job, task, steps), cluster, costs, keep=False)
     # Enough to fill the pipeline, and for every replica to have its turn.

@@ -27,7 +27,7 @@ from runtimes.job import OptimizerSpec
 from runtimes.model.layer import Layer
 from runtimes.model.stack import LayerStack
 from runtimes.model.stage import Stage
-from runtimes.planning.profile import LayerProfile, Profile, interpolated, optimizer_key
+from runtimes.planning.profile import LayerProfile, Profile, interpolated
 
 __all__ = ["EmulatedStack"]
 
@@ -213,7 +213,7 @@ class EmulatedStack(LayerStack):
     def step_seconds(self, first: int, last: int) -> float:
         """Of a step of all weights of these layers, at their real size."""
         size = sum(layer.parameter_bytes for layer in self.profile.layers[first:last])
-        return size * self.profile.optimizer_seconds_per_byte[optimizer_key(self._optimizer)]
+        return size * self.profile.optimizer_seconds_per_byte[self._optimizer.method]
 
 
 def _elements(count: float, truncation: int) -> int:

@@ -13,9 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from runtimes.job import ModelSpec, OptimizerSpec, Precision
+from runtimes.job import ModelSpec, Precision
 
-__all__ = ["SCHEMA", "LayerProfile", "Links", "Profile", "Spread", "interpolated", "optimizer_key"]
+__all__ = ["SCHEMA", "LayerProfile", "Links", "Profile", "Spread", "interpolated"]
 
 SCHEMA = "pipebench.profile/1"
 
@@ -87,7 +87,8 @@ class Profile:
     layers: tuple[LayerProfile, ...]
     #: Of one sample of the model's input.
     input_bytes: int
-    #: An optimizer's step, by its name, per byte of weights.
+    #: An optimizer's step, by ``OptimizerSpec.method``, per byte of weights; "copy": what a step
+    #: takes longer that makes a further version.
     optimizer_seconds_per_byte: Mapping[str, float]
     #: Mean seconds of one of k units computed at once on one device ÷ those of one alone, by k.
     concurrency: Mapping[int, float] = field(default_factory=dict)
@@ -196,11 +197,6 @@ def _layer(document: Mapping[str, Any]) -> LayerProfile:
 def _by_number(document: Mapping[Any, Any]) -> dict[int, Any]:
     """JSON has only texts for keys."""
     return {int(key): value for key, value in document.items()}
-
-
-def optimizer_key(spec: OptimizerSpec) -> str:
-    """The method in ``Profile.optimizer_seconds_per_byte``: "sgd", "sgd-momentum" or "adamw"."""
-    return "sgd-momentum" if spec.name == "sgd" and spec.momentum else spec.name
 
 
 def interpolated(times: Mapping[int, Spread], samples: int, what: str) -> float:
