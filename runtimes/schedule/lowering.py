@@ -7,7 +7,7 @@ of millions of actions costs only what walks it, and its first actions are gener
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -46,8 +46,8 @@ def lower(
 
     def stream(pipeline: int, stage: int, replica: int) -> Stream:
         rank = plan.rank(stage, replica)
-        generated = _Generated(lambda: lowered.actions(pipeline, stage, replica))
-        return Stream(rank, pipeline, generated.walk)
+        actions = partial(lowered.actions, pipeline, stage, replica)
+        return Stream(rank, pipeline, _Generated(actions).walk, actions)
 
     return Program(
         plan,

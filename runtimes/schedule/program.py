@@ -15,14 +15,22 @@ __all__ = ["Channel", "Program", "Stream", "channel"]
 
 @dataclass(frozen=True)
 class Stream:
-    """The actions of one rank in one pipeline, in order; every walk starts anew."""
+    """The actions of one rank in one pipeline, in order; every walk starts anew.
+
+    ``unkept``: another source of the same actions, which keeps none of them for the next walk.
+    """
 
     rank: int
     pipeline: int
     source: Callable[[], Iterable[Action]]
+    unkept: Callable[[], Iterable[Action]] | None = None
 
     def __iter__(self) -> Iterator[Action]:
         return iter(self.source())
+
+    def once(self) -> Iterator[Action]:
+        """A walk that nobody is going to repeat."""
+        return iter(self.source() if self.unkept is None else self.unkept())
 
 
 class Channel(NamedTuple):

@@ -99,7 +99,8 @@ class _Simulator:
         for stream in self.program.streams:
             rank = self.ranks[stream.rank]
             following = posting(stream, rendezvous=True) if self.program.rendezvous else None
-            rank.heads.append(Head(iter(stream), following, self._share(rank, stream.pipeline)))
+            actions = iter(stream) if self.program.rendezvous else stream.once()
+            rank.heads.append(Head(actions, following, self._share(rank, stream.pipeline)))
         for action, edges in self.program.after.items():
             for edge in edges:
                 rank = self.ranks[self.plan.rank(action.stage, action.replica)]

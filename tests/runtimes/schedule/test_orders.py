@@ -193,6 +193,17 @@ def test_a_long_program_costs_only_what_walks_it() -> None:
     ]
 
 
+def test_a_walk_that_keeps_nothing_gives_the_same_actions() -> None:
+    """Beyond what a stream keeps, too, and whoever has walked it before or walks it meanwhile."""
+    plan = Plan.even(2, 2, (2, 1), micro_batches=4)
+    program = get_system("dapple").program(plan, (8, 7) * 200)
+    for stream in program.streams:
+        once = list(stream.once())
+        assert once == list(stream) == list(stream.once())
+        assert [pair[0] for pair in zip(stream, stream, strict=True)] == once
+    assert len(once) > 4096
+
+
 def test_a_step_waits_for_the_slowest_replica() -> None:
     """Replica 1 holds the one sample of the first unit as well, so it is busy for longer."""
     plan = Plan.even(2, 1, (2,), micro_batches=2, cuts=(1,))
