@@ -33,8 +33,6 @@ def load_profile(name_or_path: str) -> Profile:
         file = PROFILES / f"{name_or_path}.json"
     try:
         return Profile.load(file)
-    except OSError as error:
-        raise UserError(f"cannot read profile {name_or_path}: {error.strerror}") from None
     except ValueError as error:
         raise UserError(one_line(error)) from None
 

@@ -59,7 +59,7 @@ def test_committed_profiles_are_what_they_say(name: str) -> None:
 
 REFUSED = {
     "launch.profile=unifrm-nothing": "unknown profile 'unifrm-nothing'; did you mean",
-    "launch.profile=/no/where.json": "cannot read profile /no/where.json",
+    "launch.profile=/no/where.json": "cannot read the profile /no/where.json",
     "launch.device=cpu": 'profile is for device "emulated", but device is "cpu": leave it out',
     "launch.truncation=0": "launch.truncation is 0, but must be at least 1",
     "launch.nodes=2": "what is emulated takes one host",

@@ -196,7 +196,7 @@ def _train(rank: int, world_size: int) -> tuple[list[Share], list[Share], dict[s
         wrong = train_cases(rank, world_size, ON_RANKS)
     job, stack = job_of(ON_RANKS[0]), stack_of("resnet")
     engine = DistributedEngine(job, job.tasks[0], stack, ArrayFeed(epoch_sizes=SIZES), rank)
-    engine.load({"weights": initial_weights("resnet"), "optimizer": {}}, 0)
+    engine.load({"weights": initial_weights("resnet"), "optimizer": {}})
     engine.train(Segment(0, SIZES))
     handed = DistributedTeam(engine, engine.plan, stack, rank, "cpu").hand_over(THREE)
     return right, wrong, handed["weights"]

@@ -37,7 +37,7 @@ class Feed:
         self.pixels = dice.normal(size=(batch_size * batches, 1, 1, 1)).astype(np.float32)
         self.classes = dice.integers(CLASSES, size=len(self.pixels))
 
-    def batch_sizes(self, epoch: int) -> tuple[int, ...]:
+    def batch_sizes(self) -> tuple[int, ...]:
         return (self.batch_size,) * self.batches
 
     def indices(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:

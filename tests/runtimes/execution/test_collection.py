@@ -73,7 +73,7 @@ def seen_and_timed(
     seen.clear()
     dist.barrier()
     begin = true()
-    engine.train(Segment(0, feed.batch_sizes(0)))
+    engine.train(Segment(0, feed.batch_sizes()))
     end = true()
     return seen, (begin, end), collect(engine, "it", first=0, words="here", most_actions=most)
 
