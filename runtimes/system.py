@@ -53,12 +53,6 @@ class System(ABC):
     def declared(self, plan: Plan, *, carried: int = 0) -> Declared:
         """Gradient delay and units in flight, which the validator holds the program to."""
 
-    @abstractmethod
-    def bound(self, plan: Plan, batches: int, unit_s: float, step_s: float) -> float:
-        """Seconds that a segment of so many batches takes at least, if the slowest stage's replica
-        needs ``unit_s`` for a unit forward and backward and ``step_s`` for an optimizer step, and
-        communication, reduction and everything else are free."""
-
     def live_versions(self, plan: Plan, stage: int) -> int:
         """Weight versions a stage may hold at once."""
         return 1
@@ -134,10 +128,6 @@ class FlushSystem(System):
             in_flight=lambda stage: self.warm_up(stage, stages, units),
         )
 
-    def bound(self, plan: Plan, batches: int, unit_s: float, step_s: float) -> float:
-        """(M + S − 1) · max_s t_s + step, a batch."""
-        return batches * ((plan.micro_batches + len(plan.stages) - 1) * unit_s + step_s)
-
 
 @dataclass(frozen=True)
 class UnflushedSystem(System):
@@ -172,10 +162,6 @@ class UnflushedSystem(System):
 
     def live_versions(self, plan: Plan, stage: int) -> int:
         return self.warm_up(plan, stage) + 1
-
-    def bound(self, plan: Plan, batches: int, unit_s: float, step_s: float) -> float:
-        """(n + S − 1) · max_s (t_s + step_s) of a segment of n batches: no flush between them."""
-        return (batches + len(plan.stages) - 1) * (unit_s + step_s)
 
     def check(self, plan: Plan) -> None:
         super().check(plan)

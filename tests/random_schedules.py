@@ -51,9 +51,6 @@ class RandomOrder(System):
     def declared(self, plan: Plan, *, carried: int = 0) -> Declared:
         return Declared(delay=lambda stage, update: 0, in_flight=lambda stage: plan.micro_batches)
 
-    def bound(self, plan: Plan, batches: int, unit_s: float, step_s: float) -> float:
-        raise NotImplementedError
-
 
 def fitting_plan(system: System, plan: Plan) -> Plan:
     """As much of the plan as the system can run."""

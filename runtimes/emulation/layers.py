@@ -205,11 +205,6 @@ class EmulatedStack(LayerStack):
         plain = super().stage(first, last, seed)
         return EmulatedStage(plain, self.device, self.step_seconds(first, last))
 
-    def unit_seconds(self, first: int, last: int, samples: int, *, recompute: bool) -> float:
-        """Of a unit's forward (with ``recompute``, twice) and backward."""
-        forward = self.profile.forward(first, last, samples)
-        return forward * (1 + recompute) + self.profile.backward(first, last, samples)
-
     def step_seconds(self, first: int, last: int) -> float:
         """Of a step of all weights of these layers, at their real size."""
         size = sum(layer.parameter_bytes for layer in self.profile.layers[first:last])

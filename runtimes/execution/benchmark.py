@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from runtimes.execution.bound import Slice, bound_seconds
 from runtimes.execution.collection import MOST_ACTIONS, collect
 from runtimes.execution.engine import Engine, Segment, SegmentReport
 from runtimes.execution.events import EventLog
-from runtimes.execution.rehearsal import Rehearsal, Slice
+from runtimes.execution.rehearsal import Rehearsal
 from runtimes.execution.team import gather
 from runtimes.execution.training import rank_entries
 from runtimes.execution.turns import turns
 from runtimes.job import Job, Task
-from runtimes.systems import schedule_of
 from runtimes.tracing import TRACE_FILE, write_trace
 
 __all__ = ["run_benchmark"]
@@ -57,7 +57,7 @@ def run_benchmark(
             task = job.tasks[index]
             wall, reports = train(index, spec.steps)
             batches = job.batches(task, spec.steps)
-            bound = _bound(task, rehearsals[index], number, len(batches)) if spec.bound else None
+            bound = _bound(task, rehearsals[index], number, batches) if spec.bound else None
             event = {
                 "event": "round",
                 "task": task.label,
@@ -95,9 +95,7 @@ def _trace(engines: Sequence[Engine], job: Job, done: Sequence[int], run_dir: Pa
         write_trace(run_dir / TRACE_FILE, timelines)
 
 
-def _bound(task: Task, rehearsal: Rehearsal, number: int, steps: int) -> float:
-    """The schedule's own bound of ``steps`` batches, from slices measured in this round."""
+def _bound(task: Task, rehearsal: Rehearsal, number: int, sizes: tuple[int, ...]) -> float:
+    """The schedule's own bound of these batches, from slices measured in this round."""
     everyone: list[Slice] = gather(rehearsal.measure(number))
-    unit = max(share.unit_s for share in everyone)
-    step = max(share.step_s for share in everyone)
-    return schedule_of(task.system, task.options).bound(task.plan, steps, unit, step)
+    return bound_seconds(task, everyone, sizes)

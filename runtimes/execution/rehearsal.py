@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from runtimes.emulation.layers import EmulatedStack
+from runtimes.execution.bound import Slice
 from runtimes.execution.criterion import cross_entropy_sum
 from runtimes.execution.engine import Feed
 from runtimes.execution.optimizer import build_optimizer
@@ -27,15 +27,7 @@ from runtimes.model.stack import LayerStack
 from runtimes.plan import split
 from runtimes.systems import schedule_of
 
-__all__ = ["Rehearsal", "Slice", "rehearsals"]
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Mean seconds of a unit's forward and backward, and of an optimizer step, at one stage."""
-
-    unit_s: float
-    step_s: float
+__all__ = ["Rehearsal", "rehearsals"]
 
 
 class Rehearsal(Protocol):
@@ -58,8 +50,14 @@ class _Known:
     def __init__(self, job: Job, task: Task, stack: EmulatedStack, rank: int):
         stage = task.plan.stages[task.plan.place(rank)[0]]
         samples = _largest_unit(job, task, rank)
-        unit = stack.unit_seconds(stage.first, stage.last, samples, recompute=stage.recompute)
-        self._slice = Slice(unit, stack.step_seconds(stage.first, stage.last))
+        layers = stage.first, stage.last
+        forward = stack.profile.forward(*layers, samples)
+        self._slice = Slice(
+            forward,
+            forward if stage.recompute else 0.0,
+            stack.profile.backward(*layers, samples),
+            stack.step_seconds(*layers),
+        )
 
     def measure(self, number: int) -> Slice:
         return self._slice
@@ -95,25 +93,31 @@ class _Measured:
             dist.barrier()
             self._unit()
             synchronize(self._device)
+            units = np.mean([self._unit() for _ in range(self._units)], axis=0)
+            forward, again, backward = map(float, units)
             begin = perf_counter()
-            for _ in range(self._units):
-                self._unit()
-            synchronize(self._device)
-            middle = perf_counter()
             self._optimizer.step()
             synchronize(self._device)
-            end = perf_counter()
+            step = perf_counter() - begin
             self._optimizer.zero_grad()
-            self._latest = (number, Slice((middle - begin) / self._units, end - middle))
+            self._latest = (number, Slice(forward, again, backward, step))
         return self._latest[1]
 
-    def _unit(self) -> None:
+    def _unit(self) -> tuple[float, float, float]:
+        """Seconds of forward, recomputation and backward."""
+        begin = perf_counter()
         with torch.no_grad() if self._recompute else nullcontext():
             out = self._forward()
+        synchronize(self._device)
+        middle = again = perf_counter()
         if self._recompute:
             out = self._forward()
+            synchronize(self._device)
+            again = perf_counter()
         torch.autograd.backward(out, None if self._is_last else torch.ones_like(out))
         self._input.grad = None
+        synchronize(self._device)
+        return middle - begin, again - middle, perf_counter() - again
 
     def _forward(self) -> torch.Tensor:
         self._module.random.set(0, np.asarray(self._samples))

@@ -55,11 +55,6 @@ class PipeDream(UnflushedSystem):
             return 1.0
         return plan.stages[stage].replicas / plan.stages[0].replicas
 
-    def bound(self, plan: Plan, batches: int, unit_s: float, step_s: float) -> float:
-        """As if the slowest replica's stage were one of the least replicas."""
-        least = min(stage.replicas for stage in plan.stages)
-        return super().bound(plan, batches, unit_s, step_s) / least
-
     def check(self, plan: Plan) -> None:
         super().check(plan)
         counts = [stage.replicas for stage in plan.stages]

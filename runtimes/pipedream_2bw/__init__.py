@@ -42,11 +42,6 @@ class PipeDream2BW(System):
     def retained(self, plan: Plan, stage: int) -> int:
         return 1
 
-    def bound(self, plan: Plan, batches: int, unit_s: float, step_s: float) -> float:
-        """(n · M + S − 1) · max_s t_s + n · step of a segment of n batches."""
-        units = batches * plan.micro_batches
-        return (units + len(plan.stages) - 1) * unit_s + batches * step_s
-
     def check(self, plan: Plan) -> None:
         super().check(plan)
         stages = len(plan.stages)

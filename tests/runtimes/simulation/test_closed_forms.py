@@ -15,7 +15,6 @@ from runtimes.simulation import network, simulator
 from runtimes.simulation.cluster import Cluster
 from runtimes.simulation.costs import UniformCosts
 from runtimes.simulation.network import Message, Network
-from runtimes.simulation.simulator import simulate
 from runtimes.simulation.steady import steady
 from runtimes.systems import get_system
 from tests.runtimes.simulation.closed_forms import CHECKS, bubble_of
@@ -33,21 +32,6 @@ def test_a_makespan_is_that_of_its_formula(name: str) -> None:
 def test_the_bubble_is_the_papers(name: str, stages: int, units: int) -> None:
     found, expected = bubble_of(name, stages, units)
     assert found == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("system", ["gpipe", "dapple", "pipedream_2bw", "pipedream", "ashpipe"])
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_a_segment_of_equal_stages_takes_what_the_system_says_at_least(
-    system: str, stages: int
-) -> None:
-    """Exactly so if steps are free; each then makes a batch longer by itself."""
-    plan = Plan.even(stages, stages, micro_batches=1 if system in ("pipedream", "ashpipe") else 8)
-    ours, batches = get_system(system), 7
-    program = ours.program(plan, (8,) * batches)
-    for step in (0.0, 0.5):
-        costs = UniformCosts(plan, optimizer_seconds=step)
-        found = simulate(program, Cluster.ideal(stages), costs).makespan_seconds
-        assert found == ours.bound(plan, batches, 3.0, 0.0) + batches * step
 
 
 def test_a_batch_more_takes_its_period() -> None:
