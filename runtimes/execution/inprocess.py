@@ -156,6 +156,7 @@ class InProcess:
         system: System | None = None,
         before: Callable[[Action], None] | None = None,
         keep_gradients: bool = False,
+        timed: bool = False,
     ):
         self.plan = task.plan
         self.system = system or get_system(task.system, task.options)
@@ -173,7 +174,7 @@ class InProcess:
                 self.system,
                 before=before,
                 keep_gradients=keep_gradients,
-                timed=False,
+                timed=timed,
             )
             for rank in range(task.plan.world_size)
         ]

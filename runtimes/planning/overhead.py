@@ -117,7 +117,7 @@ def _samples(
     optimizer: OptimizerSpec,
 ) -> dict[Op, list[float]]:
     job, stack, feed = _tiny(plan, "dapple", device, precision, optimizer)
-    engine = InProcess(job, job.tasks[0], stack, feed, before=before)
+    engine = InProcess(job, job.tasks[0], stack, feed, before=before, timed=True)
     layers = _layer_seconds(stack, device, precision, repeats)
     found: dict[Op, list[float]] = defaultdict(list)
     for number in range(repeats + 1):

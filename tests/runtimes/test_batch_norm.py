@@ -142,7 +142,7 @@ def test_a_switch_hands_the_averages_over() -> None:
     first, then = of("norms", "dp", 1, 1, (2,)), of("norms", "ashpipe", 2)
     one, other = engine_of(first), engine_of(then)
     one.train(Segment(0, SIZES))
-    other.load(one.state(), 3)
+    other.load(one.state())
     other.train(Segment(3, SIZES))
     feed, steps = ArrayFeed(epoch_sizes=SIZES), range(3, 6)
     history = asynchronous.ashpipe(

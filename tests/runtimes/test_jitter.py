@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtimes.execution.distributed import _End
+from runtimes.execution.distributed import _End, _Reduction
 from runtimes.schedule.action import Action, Op
 from tests.processes import run_ranks
 from tests.runtimes.transparency import Case, Outcome, train_in_process
@@ -145,7 +145,7 @@ def one_buffer_a_channel() -> None:
             tensor = buffers.setdefault(key, torch.empty(shape, dtype=self.dtype))
             work = dist.irecv(tensor, src=link.other, group=link.group)
             assert work is not None
-            link.posted.append((work, tensor))
+            link.posted.append((work, tensor, 0))
 
     _End._post = mutant  # type: ignore[method-assign]
 
@@ -163,7 +163,8 @@ def one_bucket_for_all_parts() -> None:
             group = self.replicas[action.stage]
             work = dist.all_reduce(flat, group=group, async_op=True)
             assert work is not None
-            self._reductions.setdefault(action.unit, []).append((work, flat, tensors))
+            reduction = _Reduction(work, flat, tensors, None)
+            self._reductions.setdefault(action.unit, []).append(reduction)
 
     _End.reduce = mutant  # type: ignore[assignment, method-assign]
 
