@@ -283,8 +283,8 @@ def _train_before_reduced(rank: int, world_size: int, case: Case) -> tuple[list[
 
     def without_the_sum(self: Any, action: Action) -> None:
         """The step is taken on gradients to which no sum has been copied yet."""
-        for work, _, _ in self._reductions.pop(action.unit, ()):
-            waits.append(work.wait())
+        for reduction in self._reductions.pop(action.unit, ()):
+            waits.append(reduction.work.wait())
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(distributed._End, "finish_reduce", without_the_sum)
