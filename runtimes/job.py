@@ -238,6 +238,11 @@ class Job:
         return (size,) * count
 
     @property
+    def evidence(self) -> Literal["measured", "emulated"]:
+        """The class of its times."""
+        return "measured" if self.emulation is None else "emulated"
+
+    @property
     def world_size(self) -> int:
         return self.tasks[0].plan.world_size
 

@@ -55,7 +55,7 @@ def collect(
     kept = Batches(batches.sizes[:held], batches.micro_batches, batches.pipelines, batches.rounds)
     ranks, left_out_from = joined(times, engine.offsets)
     cut = None if left_out_from is None else Cut(len(batches.sizes), left_out_from)
-    return Timeline(label, "measured", plan, kept, ranks, words, first, cut)
+    return Timeline(label, engine.worker.job.evidence, plan, kept, ranks, words, first, cut)
 
 
 def _batch(action: Action, plan: Plan, batches: Batches) -> int:

@@ -14,6 +14,8 @@ from runtimes.emulation.layers import EmulatedStack, EmulatedStage
 from runtimes.emulation.links import Delays, Joined
 from runtimes.emulation.ports import Ports
 from runtimes.emulation.uniform import uniform_profile
+from runtimes.execution.collection import collect
+from runtimes.execution.distributed import DistributedEngine
 from runtimes.execution.engine import Segment
 from runtimes.execution.inprocess import InProcess
 from runtimes.job import Emulation, Job, OptimizerSpec
@@ -240,3 +242,17 @@ def test_real_clocks_wait_as_long_at_least() -> None:
         )
         found = run_ranks(2, rendezvous, job)
         assert min(found) >= 2 * 0.02 + 8 * 2e-4
+
+
+def class_of_the_trace(rank: int, world_size: int, job: Job) -> str | None:
+    engine = DistributedEngine(job, job.tasks[0], stack_of(job), Feed(job.batch_size), rank)
+    engine.train(Segment(0, (job.batch_size,)))
+    timeline = collect(engine, "run", first=0, words="a segment")
+    return None if timeline is None else timeline.evidence
+
+
+def test_a_trace_of_what_was_emulated_says_so() -> None:
+    link = cluster(1e9, 1e-3).to_json()
+    quick = uniform_profile(4, forward_seconds=1e-4, backward_seconds=1e-4).to_json()
+    for given in (Emulation(quick, None, 1000), Emulation(quick, link, 1000)):
+        assert run_ranks(2, class_of_the_trace, job_of("dapple", TWO, given))[0] == "emulated"
