@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import tomllib
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
 from experiments.complaints import in_words
-from experiments.errors import UserError, did_you_mean, one_line
-from experiments.paths import CLUSTERS
+from experiments.errors import UserError, one_line
+from experiments.paths import CLUSTERS, named_file
 from experiments.section import Count, Section
 from runtimes.schedule import Op
 from runtimes.simulation.cluster import Cluster, Link, Node
@@ -87,14 +86,7 @@ def read_cluster(name_or_path: str) -> ClusterFile:
 
     Raises UserError, in one line that names key and file, for whatever cannot be.
     """
-    file = Path(name_or_path)
-    if file.suffix != ".toml":
-        if name_or_path not in cluster_names():
-            raise UserError(
-                f"unknown cluster {name_or_path!r}{did_you_mean(name_or_path, cluster_names())}; "
-                "or give the path of a .toml file"
-            )
-        file = CLUSTERS / f"{name_or_path}.toml"
+    file = named_file(name_or_path, CLUSTERS, ".toml", "cluster")
     try:
         return ClusterFile.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
     except OSError as error:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from experiments.config import Config
-from experiments.errors import UserError, did_you_mean, one_line
-from experiments.paths import PROFILES
+from experiments.errors import UserError, one_line
+from experiments.paths import PROFILES, named_file
 from runtimes.job import ModelSpec
 from runtimes.planning.profile import Profile
 
@@ -23,14 +22,7 @@ def profile_names() -> list[str]:
 
 def load_profile(name_or_path: str) -> Profile:
     """That of this path, or of this name in experiments/profiles; UserError if there is none."""
-    file = Path(name_or_path).expanduser()
-    if file.suffix != ".json":
-        if name_or_path not in profile_names():
-            raise UserError(
-                f"unknown profile {name_or_path!r}{did_you_mean(name_or_path, profile_names())}; "
-                "or give the path of a .json file"
-            )
-        file = PROFILES / f"{name_or_path}.json"
+    file = named_file(name_or_path, PROFILES, ".json", "profile")
     try:
         return Profile.load(file)
     except ValueError as error:

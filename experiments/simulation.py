@@ -199,9 +199,9 @@ def _rows_of(
     for task in tasks:
         for cluster in clusters.values():
             cluster.check(task.plan.world_size)
-        peaks = [peak.total for peak in memory_peaks_of(config, job, task)]
+        peaks = _peaks(config, job, task)
         # Bandwidth changes nothing of it.
-        why = _too_much(config, job, task, next(iter(clusters.values())))
+        why = _too_much(config, job, task, peaks, next(iter(clusters.values())))
         for share, cluster in clusters.items():
             row = {
                 "config": config.name,
@@ -219,24 +219,31 @@ def _rows_of(
             )
 
 
-def _too_much(config: Config, job: Job, task: Task, cluster: Cluster) -> str | None:
-    """Why the task does not fit on the cluster's devices, and what would."""
+def _peaks(config: Config, job: Job, task: Task) -> list[int]:
+    """Bytes that each rank holds at most."""
+    return [peak.total for peak in memory_peaks_of(config, job, task)]
 
-    def lacking(job: Job) -> tuple[int, int] | None:
+
+def _too_much(
+    config: Config, job: Job, task: Task, peaks: Sequence[int], cluster: Cluster
+) -> str | None:
+    """Why what the ranks hold does not fit on the cluster's devices, and what would."""
+
+    def lacking(needs: Sequence[int]) -> tuple[int, int] | None:
         """The rank that lacks most, and what it needs."""
-        needs = [peak.total for peak in memory_peaks_of(config, job, task)]
         lacks = [needed - cluster.memory_bytes(rank) for rank, needed in enumerate(needs)]
         worst = max(range(len(needs)), key=lacks.__getitem__)
         return (worst, needs[worst]) if lacks[worst] > 0 else None
 
-    found = lacking(job)
+    def fits(size: int) -> bool:
+        return lacking(_peaks(config, replace(job, batch_size=size), task)) is None
+
+    found = lacking(peaks)
     if found is None:
         return None
     rank, needed = found
-    fits = largest_batch(
-        job.batch_size, [task], lambda size: lacking(replace(job, batch_size=size)) is None
-    )
-    way_out = f"the largest batch that fits is {fits}" if fits else "no batch fits"
+    largest = largest_batch(job.batch_size, [task], fits)
+    way_out = f"the largest batch that fits is {largest}" if largest else "no batch fits"
     return (
         f"{task.label}: rank {rank} needs {needed / 1e9:.3g} GB, a device of {cluster.name} has "
         f"{cluster.memory_bytes(rank) / 1e9:.3g} GB: {way_out}"
