@@ -43,10 +43,13 @@ class System(ABC):
     rounds: ClassVar[bool] = False
 
     @abstractmethod
-    def compute_order(self, plan: Plan, batches: Batches, *, carried: int, norm: bool) -> Order:
+    def compute_order(
+        self, plan: Plan, batches: Batches, *, carried: int, norm: bool, phase: int
+    ) -> Order:
         """What each replica computes, in order, over a segment between two drains.
 
-        ``carried`` as of Program; ``norm``: with a NORM before every step.
+        ``carried`` as of Program; ``norm``: with a NORM before every step; ``phase``: updates of
+        the run before the segment, modulo ``period``.
         """
 
     @abstractmethod
@@ -64,6 +67,11 @@ class System(ABC):
     def rate_factor(self, plan: Plan, stage: int) -> float:
         """What the learning rate is multiplied by at a stage."""
         return 1.0
+
+    @property
+    def period(self) -> int:
+        """After how many updates what a segment does repeats, whatever drains in between."""
+        return 1
 
     @property
     def drain(self) -> Drain:
@@ -85,10 +93,16 @@ class System(ABC):
             raise ValueError(f"{self.name} has one pipeline, not {plan.pipelines}")
 
     def program(
-        self, plan: Plan, sizes: tuple[int, ...], *, carried: int = 0, norm: bool = False
+        self,
+        plan: Plan,
+        sizes: tuple[int, ...],
+        *,
+        carried: int = 0,
+        norm: bool = False,
+        phase: int = 0,
     ) -> Program:
-        """The program that trains batches of these sizes; ``carried`` and ``norm`` as of
-        compute_order."""
+        """The program that trains batches of these sizes; ``carried``, ``norm`` and ``phase`` as
+        of compute_order."""
         self.check(plan)
         if norm and not self.global_norm:
             raise ValueError(
@@ -97,7 +111,7 @@ class System(ABC):
             )
         batches = Batches(sizes, plan.micro_batches, plan.pipelines, self.rounds)
         return lower(
-            self.compute_order(plan, batches, carried=carried, norm=norm),
+            self.compute_order(plan, batches, carried=carried, norm=norm, phase=phase),
             plan,
             batches,
             blocking_reduce=self.blocking_reduce,
@@ -117,7 +131,9 @@ class FlushSystem(System):
     def warm_up(self, stage: int, stages: int, units: int) -> int:
         """K_s: forwards of a batch of ``units`` units before the first backward at a stage."""
 
-    def compute_order(self, plan: Plan, batches: Batches, *, carried: int, norm: bool) -> Order:
+    def compute_order(
+        self, plan: Plan, batches: Batches, *, carried: int, norm: bool, phase: int
+    ) -> Order:
         stages = len(plan.stages)
         return flush(batches, lambda stage, units: self.warm_up(stage, stages, units), norm=norm)
 
@@ -146,7 +162,9 @@ class UnflushedSystem(System):
         """max(0, i − w_s): the latest there is when the unit's forward begins."""
         return max(0, update - self.warm_up(plan, stage))
 
-    def compute_order(self, plan: Plan, batches: Batches, *, carried: int, norm: bool) -> Order:
+    def compute_order(
+        self, plan: Plan, batches: Batches, *, carried: int, norm: bool, phase: int
+    ) -> Order:
         return one_step_a_unit(
             batches,
             [stage.replicas for stage in plan.stages],

@@ -26,7 +26,9 @@ class PipeDream2BW(System):
     paper = "PipeDream-2BW, ICML'21"
     carries = 1
 
-    def compute_order(self, plan: Plan, batches: Batches, *, carried: int, norm: bool) -> Order:
+    def compute_order(
+        self, plan: Plan, batches: Batches, *, carried: int, norm: bool, phase: int
+    ) -> Order:
         return double_buffered(batches, len(plan.stages), carried=carried, norm=norm)
 
     def declared(self, plan: Plan, *, carried: int = 0) -> Declared:

@@ -11,12 +11,14 @@ __all__ = ["COMPUTE", "RECEIVES", "SENDS", "Action", "Op", "parse"]
 
 class Op(StrEnum):
     """What an action does.  ``unit`` is a unit for computation and messages, an update's index
-    for REDUCE, NORM and STEP.
+    for REDUCE, NORM, STEP and AVERAGE.
 
     R recomputes a forward whose activations were not kept.  It is an action of its own, so that
     it can be placed before the wait for the gradient, and so that the simulator sees it.
     NORM closes an update's gradients and starts to sum their squares over all stages, for
     clipping by the global norm; the update's STEP waits for the sum.
+    AVERAGE ties the weights that an update has just produced to a stage's reference, which the
+    rank's other pipelines are tied to as well.
     """
 
     F = "F"
@@ -29,6 +31,7 @@ class Op(StrEnum):
     REDUCE = "REDUCE"
     NORM = "NORM"
     STEP = "STEP"
+    AVERAGE = "AVERAGE"
 
     # Of the value, as equality is, and without a call in Python: actions are looked up a lot.
     __hash__ = str.__hash__
@@ -46,7 +49,8 @@ class Action(NamedTuple):
                   gradients are reduced without being awaited, None for a blocking reduction of
                   the whole stage.
     ``version``   weight version, counted from the oldest there is after the last drain (see
-                  ``Program.carried``); of a STEP: the one it produces.
+                  ``Program.carried``); of a STEP: the one it produces;
+                  of an AVERAGE: the one it changes.
     ``peer``      replica of the neighbouring stage a message goes to or comes from.
     ``interval``  samples of the unit in a message, half-open, counted within the unit.
     """

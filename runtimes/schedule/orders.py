@@ -25,8 +25,8 @@ __all__ = [
 
 
 class Compute(NamedTuple):
-    """A step of a compute order: F or B of a unit, REDUCE, NORM or STEP of an update, on a weight
-    version."""
+    """A step of a compute order: F or B of a unit, REDUCE, NORM, STEP or AVERAGE of an update, on
+    a weight version."""
 
     op: Op
     unit: int
@@ -63,10 +63,17 @@ def _close(update: int, version: int, *, norm: bool) -> Iterator[Compute]:
         yield Compute(Op.NORM, update, version)
 
 
-def flush(batches: Batches, forwards: Callable[[int, int], int], *, norm: bool = False) -> Order:
+def flush(
+    batches: Batches,
+    forwards: Callable[[int, int], int],
+    *,
+    norm: bool = False,
+    averaged: Callable[[int], bool] = lambda update: False,
+) -> Order:
     """Every batch drains before its step: version of batch t = t.
 
-    ``forwards(stage, units)`` is K of a batch with that many units; ``norm``: clip by global norm.
+    ``forwards(stage, units)`` is K of a batch with that many units; ``norm``: clip by global norm;
+    ``averaged(update)``: whether parallel pipelines are tied together after it.
     """
 
     def order(pipeline: int, stage: int, replica: int) -> Iterator[Compute]:
@@ -76,6 +83,8 @@ def flush(batches: Batches, forwards: Callable[[int, int], int], *, norm: bool =
                 yield Compute(op, unit, update)
             yield from _close(update, update, norm=norm)
             yield Compute(Op.STEP, update, update + 1)
+            if averaged(update):
+                yield Compute(Op.AVERAGE, update, update + 1)
 
     return order
 
