@@ -54,7 +54,8 @@ class Records:
     the class of its times (ranks that share a process, ``transport`` "in-process", have none),
     ``launch`` who its rounds may be paired with, ``began`` Unix time, ``config`` a dict.
     ``rounds``: a row a timed round: ``samples`` trained in ``wall_s`` seconds of the slowest rank;
-    ``compute_bound_s`` is the schedule's own lower bound, from slices measured in this round.
+    ``compute_bound_s`` is the schedule's own lower bound, from slices measured in this round, and
+    ``reference_s`` what a fixed piece of work took just before it.
     ``ranks``: a row a rank of a benchmark: seconds, averaged over rounds: "wall" and
     :data:`PARTS`, NaN where they are not known of the system.
     ``steps``: a row an update of ``samples`` images; ``loss`` is the mean over the global batch.
@@ -80,6 +81,7 @@ class _Round(_Strict):
     wall_s: float = Field(gt=0)
     samples: int
     compute_bound_s: float | None = None
+    reference_s: float | None = None
 
 
 def _number(loss: object) -> object:

@@ -70,6 +70,7 @@ def _study(path: Path, source: str) -> Study:
                 evidence=evidence.label,
                 ratio_to_dp=_ratios(rows, evidence),
                 memory_gb=rows["memory_bytes"].map(max) / 1e9,
+                profile_reference_s=document["profile"].get("reference_seconds"),
             ),
             _inputs(document),
             document["paper"],

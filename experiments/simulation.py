@@ -90,6 +90,7 @@ def simulation_document(request: Request) -> dict[str, Any]:
             "device": profile.device,
             "source": profile.source,
             "provenance": profile.provenance,
+            "reference_seconds": profile.reference_seconds,
         },
         "rows": rows,
     }
@@ -110,7 +111,7 @@ def simulation_timelines(request: Request) -> list[Timeline]:
 
 def _timeline(job: Job, task: Task, profile: Profile, cluster: Cluster) -> Timeline:
     program = _program(job, task, _steps(job, task))
-    costs = ProfileCosts(profile, task.plan, job.optimizer.method)
+    costs = _costs(job, task, profile)
     ranks = tuple(
         tuple(Timed(item.action, item.start, item.end) for item in items)
         for items in simulate(program, cluster, costs).timed
@@ -118,6 +119,12 @@ def _timeline(job: Job, task: Task, profile: Profile, cluster: Cluster) -> Timel
     return Timeline(
         task.label, "simulated", task.plan, program.batches, ranks, f"on {cluster.name}"
     )
+
+
+def _costs(job: Job, task: Task, profile: Profile) -> ProfileCosts:
+    system = schedule_of(task.system, task.options)
+    versions = [system.live_versions(task.plan, stage) for stage in range(len(task.plan.stages))]
+    return ProfileCosts(profile, task.plan, job.optimizer.method, versions)
 
 
 def _steps(job: Job, task: Task) -> int:
@@ -252,7 +259,7 @@ def _too_much(
 
 def _times(job: Job, task: Task, profile: Profile, cluster: Cluster) -> dict[str, Any]:
     """Of a segment as the benchmark times it, and of one batch in the steady state."""
-    costs = ProfileCosts(profile, task.plan, job.optimizer.method)
+    costs = _costs(job, task, profile)
     size, steps = task.batch_size or job.batch_size, _steps(job, task)
     segment = simulate(_program(job, task, steps), cluster, costs, keep=False)
     # Enough to fill the pipeline, and for every replica to have its turn.

@@ -125,6 +125,7 @@ def _benchmark(events: Sequence[Event]) -> dict[str, Any]:
                 "samples": event["samples"],
                 "images_per_s": event["samples"] / event["wall_s"],
                 "compute_bound_s": event.get("compute_bound_s"),
+                "reference_s": event.get("reference_s"),
             }
             for event in rounds
         ],

@@ -9,7 +9,9 @@ v  the virtual time at the last wait's end     r  the real time then
 now = t − max(0, (r − v) − blocked)            t  the real time, blocked: of t − r, not on a core
 
 What a rank slept or was kept from its core in between would have hidden the overshoot; it earns no
-credit, so a rank is never ahead of what the device allows.
+credit, so a rank is never ahead of what the device allows.  Only where it waits for something whose
+time is known (a message on an emulated link) is it known what was hidden: then it goes on from that
+time, or from when it began to wait, however late the message really came and woke it.
 """
 
 from __future__ import annotations
@@ -105,14 +107,13 @@ class Device:
             real = self._sleep(end)
         self._settle(end, real)
 
-    def sleep_until(self, deadline: int) -> None:
-        """Until something has arrived; no computation."""
-        real = self._clock()
-        if deadline <= real - self._behind(real):
-            return
-        if deadline > real:
-            real = self._sleep(deadline)
-        self._settle(deadline, real)
+    def sleep_until(self, deadline: int, since: int) -> None:
+        """Until something has arrived that was waited for from the virtual time ``since`` on; no
+        computation."""
+        end, real = max(deadline, since), self._clock()
+        if end > real:
+            real = self._sleep(end)
+        self._settle(end, real)
 
     def _sleep(self, deadline: int) -> int:
         self._sleep_until(deadline)

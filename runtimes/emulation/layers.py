@@ -13,6 +13,8 @@ and cheap operations: what they take is part of the wait, but it is taken from o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,10 +133,12 @@ def _factors(like: Tensor) -> Tensor:
 class EmulatedStage(Stage):
     """Layers [first, last), whose optimizer's step takes its time too.
 
-    ``step_seconds``: of all its weights.
+    ``step_seconds``: of all its weights, by the number of versions held.
     """
 
-    def __init__(self, stage: Stage, device: Device | None, step_seconds: float):
+    def __init__(
+        self, stage: Stage, device: Device | None, step_seconds: Callable[[int], float] | None
+    ):
         super().__init__(list(stage.layers), stage.prefixes, stage.first, stage.random)
         self._device, self._step_seconds, self._alone = device, step_seconds, False
 
@@ -149,15 +153,16 @@ class EmulatedStage(Stage):
 
     def part(self, first: int, last: int) -> Stage:
         """A part is never stepped alone."""
-        return EmulatedStage(super().part(first, last), self._device, 0.0)
+        return EmulatedStage(super().part(first, last), self._device, None)
 
     def busy_ns(self) -> int:
         return super().busy_ns() if self._device is None else self._device.busy_ns()
 
-    def charge(self, optimizer: Optimizer) -> None:
-        device, seconds = self._device, self._step_seconds
-        if device is None:
+    def charge(self, optimizer: Optimizer, versions: int) -> None:
+        device = self._device
+        if device is None or self._step_seconds is None:
             return
+        seconds = self._step_seconds(versions)
 
         def begin(*_: Any) -> None:
             device.begin()
@@ -174,8 +179,7 @@ class EmulatedStack(LayerStack):
     """The layers of a profile on ``device`` (None: no time passes, nothing waits).
 
     Of each weight and each layer's output of a sample one in ``truncation`` elements is there, at
-    least one; of the last layer's output, all.  A copy of weights into a new version takes no
-    time beside the step's: profiles do not know it.
+    least one; of the last layer's output, all.
     """
 
     def __init__(
@@ -203,12 +207,11 @@ class EmulatedStack(LayerStack):
 
     def stage(self, first: int, last: int, seed: int = 0) -> Stage:
         plain = super().stage(first, last, seed)
-        return EmulatedStage(plain, self.device, self.step_seconds(first, last))
+        return EmulatedStage(plain, self.device, partial(self.step_seconds, first, last))
 
-    def step_seconds(self, first: int, last: int) -> float:
+    def step_seconds(self, first: int, last: int, versions: int) -> float:
         """Of a step of all weights of these layers, at their real size."""
-        size = sum(layer.parameter_bytes for layer in self.profile.layers[first:last])
-        return size * self.profile.optimizer_seconds_per_byte[self._optimizer.method]
+        return self.profile.step_seconds(first, last, self._optimizer.method, versions)
 
 
 def _elements(count: float, truncation: int) -> int:

@@ -6,9 +6,10 @@ B  real bytes of a message       t  the sender's virtual time     f  when a port
     leaves at max(t, f_out), for B / β      is at the receiver's port λ later
     passes it at max(that, f_in), for B / β, and is all there at d
 
-The message carries d, and its receiver waits until then: all ranks read one clock, so they are on
-one host.  Every port is in a table that the ranks share (``runtimes.emulation.ports``), the one
-that the devices of a node share too.  Places in a queue are taken in the order of the sends.
+The message carries d, and its receiver waits until then, or goes on as of then if it really came
+later: all ranks read one clock, so they are on one host.  Every port is in a table that the ranks
+share (``runtimes.emulation.ports``), the one that the devices of a node share too.  Places in a
+queue are taken in the order of the sends.
 
 A reduction begins when the last rank has joined it and the one before it in the group is over,
 and takes ``Cluster.all_reduce_seconds``; it neither slows down messages nor is slowed down by
@@ -95,10 +96,8 @@ class Delays:
 
     def taken(self, due: int, action: Action, receiver: int, tensor: Tensor) -> None:
         """A send that ends when it is transferred, whose receiver took it just now: wait for it."""
-        size = self._message_bytes(action, tensor)
-        self._device.sleep_until(
-            max(due, self._device.now() + self._transfer(size, self._rank, receiver))
-        )
+        size, now = self._message_bytes(action, tensor), self._device.now()
+        self._device.sleep_until(max(due, now + self._transfer(size, self._rank, receiver)), now)
 
     def opened(
         self,
@@ -106,17 +105,18 @@ class Delays:
         sender: int,
         message: Tensor,
         shape: Sequence[int],
+        since: int,
         posted: int | None,
     ) -> Tensor:
-        """The message's tensor, when it is there.  ``posted``: a transfer does not begin before its
-        receive was posted then."""
+        """The message's tensor, when it is there.  ``since``: when the rank began to wait for it.
+        ``posted``: a transfer does not begin before its receive was posted then."""
         header = _HEADER_BYTES // message.dtype.itemsize
         due = int(message[:header].view(torch.int64))
         tensor = message[header:].view(*shape)
         if posted is not None:
             size = self._message_bytes(action, tensor)
             due = max(due, posted + self._transfer(size, sender, self._rank))
-        self._device.sleep_until(due)
+        self._device.sleep_until(due, since)
         return tensor
 
     def _message_bytes(self, action: Action, tensor: Tensor) -> int:
@@ -138,11 +138,12 @@ class Delays:
         seconds = self._cluster.all_reduce_seconds(ranks, size, calls)
         return Joined(work, latest, tuple(ranks), round(seconds * 1e9))
 
-    def over(self, joined: Joined) -> None:
-        """Wait for the end of a reduction; its work is done, and those before it are over."""
+    def over(self, joined: Joined, since: int) -> None:
+        """Wait for the end of a reduction; its work is done, and those before it are over.
+        ``since``: when the rank began to wait for it."""
         begin = max(int(joined.latest), self._over.get(joined.ranks, 0))
         self._over[joined.ranks] = begin + joined.nanoseconds
-        self._device.sleep_until(self._over[joined.ranks])
+        self._device.sleep_until(self._over[joined.ranks], since)
 
     def part_bytes(self, action: Action, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
         """Real bytes, and number of real tensors, of each of the ``tensors`` that an action

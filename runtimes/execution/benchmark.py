@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from runtimes.execution.bound import Slice, bound_seconds
@@ -21,6 +22,7 @@ from runtimes.execution.team import gather
 from runtimes.execution.training import rank_entries
 from runtimes.execution.turns import turns
 from runtimes.job import Job, Task
+from runtimes.planning.reference import reference_seconds
 from runtimes.tracing import TRACE_FILE, write_trace
 
 __all__ = ["run_benchmark"]
@@ -55,6 +57,7 @@ def run_benchmark(
     for number in range(spec.rounds):
         for position, index in enumerate(turns(len(engines), job.seed, number)):
             task = job.tasks[index]
+            reference = _reference(job)
             wall, reports = train(index, spec.steps)
             batches = job.batches(task, spec.steps)
             bound = _bound(task, rehearsals[index], number, batches) if spec.bound else None
@@ -67,12 +70,22 @@ def run_benchmark(
                 "samples": sum(batches),
                 "wall_s": wall,
                 "compute_bound_s": bound,
+                "reference_s": reference,
                 "ranks": rank_entries(task.plan, reports),
             }
             if dist.get_rank() == 0:
                 log.write([event])
     note("trace")
     _trace(engines, job, done, run_dir)
+
+
+def _reference(job: Job) -> float | None:
+    """How long fixed work takes at this moment, on the slowest rank; on an emulated device nothing
+    is computed."""
+    if job.emulation is not None and job.emulation.profile is not None:
+        return None
+    dist.barrier()
+    return max(gather(reference_seconds(torch.device(job.device))))
 
 
 def _trace(engines: Sequence[Engine], job: Job, done: Sequence[int], run_dir: Path) -> None:

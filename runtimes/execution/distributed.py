@@ -192,11 +192,12 @@ class _End:
         link = self._link(action)
         self._post(self._posting.before(action))
         work, tensor, posted = link.posted.popleft()
+        since = 0 if self.delays is None else self.delays.now()
         self._wait(work, action)
         if self.delays is not None:
             meeting = self._program.rendezvous and action.op == Op.RECV_ACT
             tensor = self.delays.opened(
-                action, link.other, tensor, shape, posted if meeting else None
+                action, link.other, tensor, shape, since, posted if meeting else None
             )
         assert tensor.shape == shape
         if action.op == Op.RECV_GRAD and not self._program.rendezvous:
@@ -236,11 +237,12 @@ class _End:
         return self.delays.join(group, ranks, size, pieces)
 
     def _reduced(self, work: dist.Work, joined: Joined | None, action: Action) -> None:
+        since = 0 if self.delays is None else self.delays.now()
         self._wait(work, action)
         if joined is not None:
             assert self.delays is not None
             self._wait(joined.work, action)
-            self.delays.over(joined)
+            self.delays.over(joined, since)
 
     def finish_reduce(self, action: Action) -> None:
         for reduction in self._reductions.pop(action.unit, ()):

@@ -25,6 +25,7 @@ from runtimes.execution.precision import autocast, dtype_of, synchronize
 from runtimes.job import Job, Task
 from runtimes.model.stack import LayerStack
 from runtimes.plan import split
+from runtimes.system import System
 from runtimes.systems import schedule_of
 
 __all__ = ["Rehearsal", "rehearsals"]
@@ -48,15 +49,17 @@ class _Known:
     """Of an emulated stage, which takes what its profile says."""
 
     def __init__(self, job: Job, task: Task, stack: EmulatedStack, rank: int):
-        stage = task.plan.stages[task.plan.place(rank)[0]]
+        index, _ = task.plan.place(rank)
+        stage = task.plan.stages[index]
         samples = _largest_unit(job, task, rank)
+        system = schedule_of(task.system, task.options)
         layers = stage.first, stage.last
         forward = stack.profile.forward(*layers, samples)
         self._slice = Slice(
             forward,
             forward if stage.recompute else 0.0,
             stack.profile.backward(*layers, samples),
-            stack.step_seconds(*layers),
+            stack.step_seconds(*layers, system.live_versions(task.plan, index)),
         )
 
     def measure(self, number: int) -> Slice:
@@ -128,14 +131,21 @@ class _Measured:
         return out
 
 
+def _several(system: System, task: Task) -> tuple[bool, ...]:
+    """Of which stages a step makes a further version of the weights."""
+    stages = range(len(task.plan.stages))
+    return tuple(system.live_versions(task.plan, stage) > 1 for stage in stages)
+
+
 def rehearsals(
     job: Job, stack: LayerStack, feeds: Sequence[Feed], rank: int
 ) -> Sequence[Rehearsal]:
     """One for each task; tasks whose replicas compute the same share it."""
     known: dict[object, Rehearsal] = {}
     keys = [
-        (task.plan, task.batch_size, schedule_of(task.system, task.options).rounds)
+        (task.plan, task.batch_size, system.rounds, _several(system, task))
         for task in job.tasks
+        for system in [schedule_of(task.system, task.options)]
     ]
     for task, key, feed in zip(job.tasks, keys, feeds, strict=True):
         if key not in known:

@@ -125,7 +125,7 @@ class Worker:
 
     def _optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = build_optimizer(parameters, self.job.optimizer)
-        self.module.charge(optimizer)
+        self.module.charge(optimizer, self.system.live_versions(self.plan, self.stage_index))
         return optimizer
 
     # -- walking the streams ---------------------------------------------------------------

@@ -86,8 +86,9 @@ class Stage(nn.Module):
         """A clock of what this thread computes, in nanoseconds."""
         return thread_time_ns()
 
-    def charge(self, optimizer: Optimizer) -> None:
-        """Called with each optimizer of the stage's weights, which here costs what it takes."""
+    def charge(self, optimizer: Optimizer, versions: int) -> None:
+        """Called with each optimizer of the stage's weights, of which so many versions are held: it
+        costs what it takes here."""
 
     def watch_gradients(self) -> None:
         """Each layer's gradients are wanted when they are made, not at the end of the backward."""

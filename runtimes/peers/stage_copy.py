@@ -88,7 +88,7 @@ class StageCopy:
         buffers = dict(self.stage.named_buffers())
         self._buffers = {names[key]: buffers[key] for key in names if key in buffers}
         self.optimizer = build_optimizer(self.parameters.values(), job.optimizer)
-        self.stage.charge(self.optimizer)
+        self.stage.charge(self.optimizer, versions=1)
         self.stepping = Stopwatch()
         self._steps_per_epoch = len(feed.batch_sizes())
 

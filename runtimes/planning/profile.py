@@ -15,9 +15,11 @@ from typing import Any, Literal, NamedTuple
 
 from runtimes.job import ModelSpec, Precision
 
-__all__ = ["SCHEMA", "LayerProfile", "Links", "Profile", "Spread", "interpolated"]
+__all__ = ["COPY", "SCHEMA", "LayerProfile", "Links", "Profile", "Spread", "interpolated"]
 
 SCHEMA = "pipebench.profile/1"
+#: Beside the optimizers' methods: what a step takes more that makes a further weight version.
+COPY = "copy"
 
 
 class Spread(NamedTuple):
@@ -87,14 +89,16 @@ class Profile:
     layers: tuple[LayerProfile, ...]
     #: Of one sample of the model's input.
     input_bytes: int
-    #: An optimizer's step, by ``OptimizerSpec.method``, per byte of weights; "copy": what a step
-    #: takes longer that makes a further version.
+    #: An optimizer's step, by ``OptimizerSpec.method``, per byte of weights; and
+    #: :data:`COPY`.
     optimizer_seconds_per_byte: Mapping[str, float]
     #: Mean seconds of one of k units computed at once on one device ÷ those of one alone, by k.
     concurrency: Mapping[int, float] = field(default_factory=dict)
     #: What the runtime itself takes for an action, by op, in seconds.
     action_seconds: Mapping[str, float] = field(default_factory=dict)
     links: Links | None = None
+    #: What ``runtimes.planning.reference`` took between the measurements, on the slowest rank.
+    reference_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -105,6 +109,7 @@ class Profile:
         for what, seconds in (
             *((f"a step of {name}", s) for name, s in self.optimizer_seconds_per_byte.items()),
             *((f"{op} of the runtime", s) for op, s in self.action_seconds.items()),
+            ("the reference", self.reference_seconds or 0.0),
         ):
             _check(what, seconds, "s")
 
@@ -132,6 +137,18 @@ class Profile:
             interpolated(layer.backward_seconds, samples, f"layer {layer.name!r}")
             for layer in self.layers[first:last]
         )
+
+    def step_seconds(self, first: int, last: int, method: str, versions: int = 1) -> float:
+        """Of an optimizer's step of layers [first, last), which makes a further version of the
+        weights where several are held; ``method`` as of ``OptimizerSpec.method``."""
+        known = self.optimizer_seconds_per_byte
+        if method not in known:
+            raise ValueError(
+                f"the profile has no step of {method!r}, only of {', '.join(known) or 'none'}: "
+                "profile it"
+            )
+        each = known[method] + (known.get(COPY, 0.0) if versions > 1 else 0.0)
+        return each * sum(layer.parameter_bytes for layer in self.layers[first:last])
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}

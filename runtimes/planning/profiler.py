@@ -21,12 +21,12 @@ from runtimes.planning.excerpt import COPIES, Excerpt, LayerSeconds, chosen
 from runtimes.planning.footprint import Footprint
 from runtimes.planning.link_times import LinkTimes
 from runtimes.planning.overhead import action_seconds, transport_seconds
-from runtimes.planning.profile import LayerProfile, Links, Profile, Spread
+from runtimes.planning.profile import COPY, LayerProfile, Links, Profile, Spread
+from runtimes.planning.reference import reference_seconds
 from runtimes.planning.request import ProfileRequest
 from runtimes.schedule.action import Action
 
 __all__ = [
-    "COPY",
     "OPTIMIZERS",
     "Kind",
     "Rounds",
@@ -41,8 +41,6 @@ __all__ = [
 
 #: One for each method that a spec can name.
 OPTIMIZERS = (OptimizerSpec(), OptimizerSpec(momentum=0.9), OptimizerSpec("adamw"))
-#: Beside their methods: what a step takes more where it makes a further version of the weights.
-COPY = "copy"
 _MOST_AT_ONCE = 3
 
 #: What a layer's times go by: the first layer that does the same, and whether its input needs a
@@ -88,9 +86,12 @@ class Rounds:
         #: By batch size a unit a round; by optimizer seconds per byte of weights.
         self.units: dict[int, list[LayerSeconds]] = {size: [] for size in batch_sizes}
         self.steps: dict[str, list[float]] = {name: [] for name in self._steps}
+        #: What the reference took in each round.
+        self.reference: list[float] = []
 
     def run(self, *, counted: bool) -> None:
         """One round; of one that is not counted nothing is kept."""
+        reference = reference_seconds(self._device)
         units = {size: self._excerpt.unit(inputs) for size, inputs in self._inputs.items()}
         size = sum(weight.nbytes for weight in self._excerpt.parameters)
         with torch.no_grad():
@@ -100,6 +101,7 @@ class Rounds:
                 for name, (step, least) in self._steps.items()
             }
         if counted:
+            self.reference.append(reference)
             for samples, unit in units.items():
                 self.units[samples].append(unit)
             for name, seconds in steps.items():
@@ -115,11 +117,15 @@ class Rounds:
     def gather(self) -> None:
         """Add what all other ranks have measured."""
         shares: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(shares, (self.units, self.steps))
+        dist.all_gather_object(shares, (self.units, self.steps, self.reference))
         self.units = {
-            size: [unit for units, _ in shares for unit in units[size]] for size in self.units
+            size: [unit for units, _, _ in shares for unit in units[size]] for size in self.units
         }
-        self.steps = {name: [s for _, steps in shares for s in steps[name]] for name in self.steps}
+        self.steps = {
+            name: [s for _, steps, _ in shares for s in steps[name]] for name in self.steps
+        }
+        # Ranks wait for each other, so the slowest of a round counts.
+        self.reference = list(map(max, zip(*(found for _, _, found in shares), strict=True)))
 
 
 def run_rounds(excerpt: Excerpt, request: ProfileRequest, say: Say) -> Rounds:
@@ -211,6 +217,7 @@ def measure_profile(request: ProfileRequest, stack: LayerStack, say: Say) -> Pro
     layers = profiles_of(stack, footprint, times_of(kinds, indices, rounds.units))
     del whole
     steps = {name: median(seconds) for name, seconds in rounds.steps.items()}
+    reference = median(rounds.reference)
     del rounds
     say("units at once on one device")
     samples = sorted(request.batch_sizes)[len(request.batch_sizes) // 2]
@@ -248,4 +255,5 @@ def measure_profile(request: ProfileRequest, stack: LayerStack, say: Say) -> Pro
         concurrency=at_once,
         action_seconds=actions,
         links=links,
+        reference_seconds=reference,
     )

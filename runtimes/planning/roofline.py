@@ -36,8 +36,8 @@ from runtimes.job import ModelSpec, OptimizerSpec, Precision
 from runtimes.model.stack import LayerStack
 from runtimes.planning.device_specs import DeviceSpec
 from runtimes.planning.footprint import Footprint
-from runtimes.planning.profile import Profile, Spread
-from runtimes.planning.profiler import COPY, OPTIMIZERS, Kind, kinds_of, profiles_of
+from runtimes.planning.profile import COPY, Profile, Spread
+from runtimes.planning.profiler import OPTIMIZERS, Kind, kinds_of, profiles_of
 from runtimes.planning.request import check_batch_sizes
 
 __all__ = ["COMPUTE_EFFICIENCY", "MEMORY_EFFICIENCY", "Work", "analytic_profile", "layer_work"]

@@ -47,22 +47,30 @@ class ProfileCosts:
 
     A B of a part is the backward of that part's layers, an R costs a forward, a message has the
     boundary's bytes.  ``optimizer``: its name in the profile; None for steps that cost nothing.
+    ``versions``: weight versions that each stage holds; a step of one that holds several makes a
+    further one, which costs the profile's "copy" beside it.
     """
 
-    def __init__(self, profile: Profile, plan: Plan, optimizer: str | None = None):
+    def __init__(
+        self,
+        profile: Profile,
+        plan: Plan,
+        optimizer: str | None = None,
+        versions: Sequence[int] = (),
+    ):
         if plan.layers != len(profile.layers):
             raise ValueError(
                 f"the plan cuts {plan.layers} layers, but the profile is of "
                 f"{len(profile.layers)}: profile the model of the plan"
             )
-        known = profile.optimizer_seconds_per_byte
-        if optimizer is not None and optimizer not in known:
-            raise ValueError(
-                f"the profile has no step of {optimizer!r}, only of {', '.join(known) or 'none'}: "
-                "profile it"
-            )
         self._profile, self._plan = profile, plan
-        self._step_seconds_per_byte = 0.0 if optimizer is None else known[optimizer]
+        held = versions or [1] * len(plan.stages)
+        self._steps = [
+            0.0
+            if optimizer is None
+            else profile.step_seconds(stage.first, stage.last, optimizer, number)
+            for stage, number in zip(plan.stages, held, strict=True)
+        ]
         self._known: dict[tuple[Op, int, int | None, int], float] = {}
 
     def compute_seconds(
@@ -80,7 +88,7 @@ class ProfileCosts:
         return (planned.first, planned.last) if part is None else planned.parts[part]
 
     def step_seconds(self, stage: int, replica: int) -> float:
-        return self._step_seconds_per_byte * self.reduced(stage, None).size
+        return self._steps[stage]
 
     def message_bytes(self, boundary: int) -> float:
         return self._profile.boundaries[self._plan.stages[boundary].last]

@@ -72,6 +72,7 @@ class Results:
         bench_id: str = "bench-1",
         samples: int = 100,
         bounds: Sequence[float | None] | None = None,
+        references: Sequence[float | None] | None = None,
         breakdown: Mapping[str, Mapping[str, float]] | None = None,
         source: str = "",
         reverse: bool = False,
@@ -79,6 +80,7 @@ class Results:
     ) -> Path:
         """A contender whose rounds took ``walls`` seconds for ``samples`` images each."""
         bounds = bounds or [None] * len(walls)
+        references = references or [None] * len(walls)
         rounds = [
             {
                 "round": index,
@@ -87,8 +89,11 @@ class Results:
                 "samples": samples,
                 "images_per_s": samples / wall,
                 "compute_bound_s": bound,
+                "reference_s": reference,
             }
-            for index, (wall, bound) in enumerate(zip(walls, bounds, strict=True))
+            for index, (wall, bound, reference) in enumerate(
+                zip(walls, bounds, references, strict=True)
+            )
         ]
         path = self.directory(f"{bench_id}.{label}", source)
         result = {

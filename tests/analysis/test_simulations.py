@@ -129,6 +129,24 @@ def test_predictions_stand_beside_the_runs_of_the_same_config(tmp_path: Path) ->
     assert "| measured   |                2 |          1 |" in text
 
 
+@pytest.mark.parametrize(("profiled", "speed"), [(0.02, 0.5), (None, 1.0)])
+def test_a_machine_that_is_slower_than_when_it_was_profiled(
+    tmp_path: Path, profiled: float | None, speed: float
+) -> None:
+    """Round by round: its drift is no spread of what was found."""
+    drift = [1.0, 1.1, 0.9, 1.2, 0.8, 1.3, 0.7]
+    references = [0.04 * now for now in drift]
+    Results(tmp_path).bench("dp", [2.0 * now for now in drift], references=references)
+    write(tmp_path, [row("dp", 100.0, segment_seconds=1.0)])
+    document = json.loads((tmp_path / "simulated" / "a-b@c.json").read_text())
+    document["profile"]["reference_seconds"] = profiled
+    (tmp_path / "simulated" / "a-b@c.json").write_text(json.dumps(document))
+    (found,) = predictions(load_records(tmp_path), tmp_path).to_dict("records")
+    assert found["speed"] == pytest.approx(speed)
+    assert found["found_seconds"] == pytest.approx(2.0 * speed)
+    assert found["resolved"] == (profiled is not None)
+
+
 def test_without_simulations_there_is_nothing_to_compare(tmp_path: Path) -> None:
     Results(tmp_path).bench("dp", [1.0] * 7)
     assert predictions(load_records(tmp_path), tmp_path).empty

@@ -121,7 +121,7 @@ def test_a_message_that_was_waited_for_is_there_when_it_was_due() -> None:
     clock = Clock(LATE)
     device = device_at(clock)
     due = clock.time + MS
-    device.sleep_until(due)
+    device.sleep_until(due, device.now())
     assert device.now() == due
     computes(device, 1e-3)
     assert clock.time == due + MS + LATE
@@ -133,12 +133,41 @@ def test_a_message_that_came_while_the_wait_before_overshot() -> None:
     clock = Clock(LATE)
     device = device_at(clock)
     computes(device, 1e-3)
-    due = clock.time - LATE // 2
-    device.sleep_until(due)
+    since, due = device.now(), clock.time - LATE // 2
+    device.sleep_until(due, since)
     assert clock.sleeps == 1
     assert device.now() == due
-    device.sleep_until(due - LATE)
+    device.sleep_until(due - LATE, device.now())
     assert device.now() == due
+
+
+class Tardy(Device):
+    """Takes a message that really came late for one that was due then."""
+
+    def sleep_until(self, deadline: int, since: int) -> None:
+        super().sleep_until(deadline, max(since, self.now()))
+
+
+@pytest.mark.parametrize("kind", [Device, Tardy])
+def test_a_message_that_really_came_late_is_there_when_it_was_due(kind: type[Device]) -> None:
+    clock = Clock()
+    device = device_at(clock, kind)
+    since = device.now()
+    due = since + MS
+    clock.block(4 * MS)
+    device.sleep_until(due, since)
+    computes(device, 10e-3)
+    assert (clock.time - since == 11 * MS) == (kind is Device)
+
+
+def test_a_rank_does_not_go_on_before_it_began_to_wait() -> None:
+    clock = Clock()
+    device = device_at(clock)
+    clock.work(5 * MS)
+    since = device.now()
+    clock.block(MS)
+    device.sleep_until(since - 3 * MS, since)
+    assert device.now() == since
 
 
 def test_copies_of_a_layer_share_their_device() -> None:

@@ -18,7 +18,7 @@ from runtimes.execution.optimizer import build_optimizer
 from runtimes.execution.rehearsal import rehearsals
 from runtimes.job import Emulation, OptimizerSpec
 from runtimes.plan import Plan
-from runtimes.planning.profile import Profile, Spread
+from runtimes.planning.profile import COPY, Profile, Spread
 from tests.runtimes.emulation.clocks import Clock, device_at
 from tests.runtimes.emulation.emulated import Feed, job_of, stack_of
 
@@ -41,8 +41,8 @@ def stack_at(clock: Clock | None, profile: Profile = PROFILE) -> EmulatedStack:
     return EmulatedStack(profile, PLAIN, truncation=1000, device=device)
 
 
-def stage_at(clock: Clock | None, first: int, last: int) -> Any:
-    stack = stack_at(clock)
+def stage_at(clock: Clock | None, first: int, last: int, profile: Profile = PROFILE) -> Any:
+    stack = stack_at(clock, profile)
     stage = stack.stage(first, last)
     stage.materialise(stack.initial_weights(first, last, 0))
     stage.random.set(0, np.arange(3))
@@ -142,19 +142,23 @@ def test_layers_wait_together_unless_somebody_watches_their_gradients(watched: b
     assert [time - begin for time in seen] == (ends if watched else [0, 0, 0, 24 * MS])
 
 
-@pytest.mark.parametrize("work", [0, 5 * MS, 20 * MS])
-def test_a_step_takes_what_all_weights_take(work: int) -> None:
-    """What the step of the few that are there takes is part of it."""
+@pytest.mark.parametrize(("work", "versions"), [(0, 1), (5 * MS, 1), (20 * MS, 1), (0, 3)])
+def test_a_step_takes_what_all_weights_take(work: int, versions: int) -> None:
+    """What the step of the few that are there takes is part of it; one of several versions makes a
+    further one."""
     clock = Clock()
-    stage = stage_at(clock, 0, 3)
+    known = PROFILE.optimizer_seconds_per_byte
+    stage = stage_at(
+        clock, 0, 3, replace(PROFILE, optimizer_seconds_per_byte={**known, COPY: 1e-9})
+    )
     optimizer = build_optimizer(stage.parameters(), PLAIN)
     for parameter in stage.parameters():
         parameter.grad = torch.ones_like(parameter)
-    stage.charge(optimizer)
+    stage.charge(optimizer, versions)
     optimizer.register_step_pre_hook(lambda *_: clock.work(work))
     begin = clock.time
     optimizer.step()
-    assert clock.time - begin == max(12 * MS, work)
+    assert clock.time - begin == max(12 * MS, work) + (12 * MS if versions > 1 else 0)
 
 
 def test_trials_take_no_time_and_know_any_number_of_samples() -> None:

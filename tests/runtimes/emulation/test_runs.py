@@ -75,11 +75,11 @@ MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "latency dropped": (Ports, "pass_through", _no_latency),
     "no queue at the ports": (Ports, "pass_through", _no_queue),
     "bytes of the truncated tensors": (Delays, "_message_bytes", lambda s, a, t: t.nbytes),
-    "step not waited": (EmulatedStage, "charge", lambda self, optimizer: None),
+    "step not waited": (EmulatedStage, "charge", lambda self, optimizer, versions: None),
     "step of the truncated weights": (
         EmulatedStack,
         "step_seconds",
-        lambda self, first, last: sum(self.parameter_counts[first:last]) * 4e-9,
+        lambda self, first, last, versions: sum(self.parameter_counts[first:last]) * 4e-9,
     ),
     "reduction begins at the first join": (Delays, "join", _alone),
 }

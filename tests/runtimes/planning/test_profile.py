@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from runtimes.plan import Plan
-from runtimes.planning.profile import Profile
+from runtimes.planning.profile import COPY, Profile
 from runtimes.schedule import Op
 from runtimes.simulation.cluster import Cluster
 from runtimes.simulation.costs import ProfileCosts, Reduced
@@ -103,6 +103,10 @@ def test_costs_are_those_of_the_layers() -> None:
     assert costs.reduced(1, 0) == Reduced(2000, 4)
     assert costs.step_seconds(1, 0) == pytest.approx(12e-3)
     assert ProfileCosts(profile_of(), plan).step_seconds(1, 0) == 0.0
+    copying = profile_of(optimizer_seconds_per_byte={"adamw": 4e-6, COPY: 1e-6})
+    steps = ProfileCosts(copying, plan, "adamw", versions=(2, 1))
+    assert steps.step_seconds(0, 0) == pytest.approx(5e-3)
+    assert steps.step_seconds(1, 0) == pytest.approx(12e-3)
     assert [costs.overhead_seconds(op) for op in (Op.F, Op.B)] == [1e-4, 0.0]
 
 

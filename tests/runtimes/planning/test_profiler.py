@@ -18,9 +18,8 @@ from runtimes.planning import concurrency
 from runtimes.planning import excerpt as excerpt_module
 from runtimes.planning.excerpt import COPIES, Excerpt, LayerSeconds, chosen
 from runtimes.planning.footprint import Footprint
-from runtimes.planning.profile import LayerProfile, Profile
+from runtimes.planning.profile import COPY, LayerProfile, Profile
 from runtimes.planning.profiler import (
-    COPY,
     Rounds,
     kinds_of,
     measure_profile,
