@@ -321,6 +321,12 @@ def profile(
     memory_efficiency: Annotated[
         float | None, typer.Option(metavar="SHARE", help="Of its memory's bandwidth; default 0.8.")
     ] = None,
+    write_cluster: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Also write links and memory, as a cluster for simulate."
+        ),
+    ] = None,
     json_: Json = False,
 ) -> int:
     """Measure what a model's layers, optimizers and messages cost here, or compute it for a device
@@ -344,6 +350,7 @@ def profile(
         device_spec=device_spec,
         compute_efficiency=compute_efficiency,
         memory_efficiency=memory_efficiency,
+        cluster=write_cluster,
     )
     return _show(make_profile(wanted), json_)
 

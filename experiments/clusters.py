@@ -42,7 +42,8 @@ class NodeSection(Section):
 
 
 class ClusterFile(Section):
-    """As ``runtimes.simulation.cluster.Cluster``, which says what each key means."""
+    """As ``runtimes.simulation.cluster.Cluster``, which says what each key means;
+    ``all_reduce_seconds`` are its curves."""
 
     name: str
     nodes: Annotated[tuple[NodeSection, ...], Field(min_length=1)]
@@ -50,6 +51,7 @@ class ClusterFile(Section):
     between: LinkSection | None = None
     shared_nic: bool = True
     all_reduce: Literal["ring", "hierarchical"] = "ring"
+    all_reduce_seconds: dict[Count, dict[Count, NotNegative]] = Field(default_factory=dict)
     stolen_seconds_per_byte: NotNegative = 0.0
     action_seconds: dict[Op, NotNegative] = Field(default_factory=dict)
     provenance: dict[str, str] = Field(default_factory=dict)
@@ -71,6 +73,7 @@ class ClusterFile(Section):
             between=None if self.between is None else self.between.link(),
             shared_nic=self.shared_nic,
             all_reduce=self.all_reduce,
+            curves=self.all_reduce_seconds,
             stolen_seconds_per_byte=self.stolen_seconds_per_byte,
             action_seconds={op.value: seconds for op, seconds in self.action_seconds.items()},
             provenance=self.provenance,

@@ -183,6 +183,7 @@ def check_conformance() -> Answer:
 def make_profile(wanted: Wanted) -> Answer:
     """Write the profile; exit code 1 if the ranks that measure fail."""
     from experiments.profiling import profile_text, profiled, write_profile
+    from experiments.this_machine import write_cluster
 
     interruption = Interruption()
     interruption.install()
@@ -193,7 +194,12 @@ def make_profile(wanted: Wanted) -> Answer:
             document = {"schema": "pipebench.profile_failure/1", "error": str(error)}
             return Answer(document, f"no profile: {error}", 1)
     write_profile(profile, wanted.output)
-    return Answer(profile.to_json(), f"{profile_text(profile)}\n\nwritten to {wanted.output}")
+    written = [str(wanted.output)]
+    if wanted.cluster is not None:
+        write_cluster(profile, wanted.cluster)
+        written.append(str(wanted.cluster))
+    text = f"{profile_text(profile)}\n\nwritten to {' and '.join(written)}"
+    return Answer(profile.to_json(), text)
 
 
 @contextmanager

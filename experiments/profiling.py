@@ -62,6 +62,7 @@ class Wanted:
     device_spec: str | None = None
     compute_efficiency: float | None = None
     memory_efficiency: float | None = None
+    cluster: Path | None = None
 
     @property
     def of_config(self) -> bool:
@@ -75,7 +76,8 @@ def profiled(wanted: Wanted, progress: Progress, stop: threading.Event) -> Profi
     spec = _spec(wanted, request)
     if spec is None:
         _check_device(wanted, request)
-    _check_output(wanted.output)
+    for path in (wanted.output, *([] if wanted.cluster is None else [wanted.cluster])):
+        _check_output(path)
     found = environment("measured")
     known = {key: found[key] for key in ("python", "versions", "commit")}
     if spec is not None:
@@ -168,6 +170,8 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _spec(wanted: Wanted, request: ProfileRequest) -> DeviceSpec | None:
+    if wanted.cluster is not None and (wanted.ranks < 2 or wanted.device_spec is not None):
+        raise UserError("--write-cluster needs links that are measured: add --ranks 2")
     if wanted.device_spec is None:
         if wanted.compute_efficiency is not None or wanted.memory_efficiency is not None:
             raise UserError("efficiencies are of a device that is not here: name its --device-spec")
@@ -184,7 +188,7 @@ def _spec(wanted: Wanted, request: ProfileRequest) -> DeviceSpec | None:
 
 def _check_output(path: Path) -> None:
     if path.is_dir():
-        raise UserError(f"-o {path} is a folder: name a file in it")
+        raise UserError(f"{path} is a folder: name a file in it")
     try:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
@@ -194,7 +198,7 @@ def _check_output(path: Path) -> None:
 
 def _unwritable(path: Path, error: OSError) -> UserError:
     reason = (error.strerror or str(error)).lower()
-    return UserError(f"cannot write {path}: {reason}; name another file by -o")
+    return UserError(f"cannot write {path}: {reason}; name another file")
 
 
 def _check_device(wanted: Wanted, request: ProfileRequest) -> None:

@@ -9,6 +9,9 @@ import pytest
 
 from experiments.clusters import cluster_names, load_cluster
 from experiments.errors import UserError
+from experiments.this_machine import cluster_document, write_cluster
+from runtimes.planning.profile import Links
+from tests.runtimes.planning.profiles import profile_of
 
 GOOD = """
 name = "x"
@@ -77,3 +80,23 @@ def test_a_name_that_is_near() -> None:
         load_cluster("a100-2x44")
     with pytest.raises(UserError, match="cannot read cluster file nowhere.toml"):
         load_cluster("nowhere.toml")
+
+
+def test_a_machine_that_was_measured_is_a_cluster(tmp_path: Path) -> None:
+    curves = {2: {1000: 1e-3, 8000: 4e-3}}
+    links = Links(2, 1e-4, 1e9, curves, stolen_seconds_per_byte=1e-10)
+    profile = profile_of(links=links, action_seconds={"F": 1e-4, "REDUCE": 2e-4})
+    write_cluster(profile, tmp_path / "mine.toml")
+    cluster = load_cluster(str(tmp_path / "mine.toml"))
+    assert (cluster.name, cluster.devices) == ("mine", 2)
+    assert cluster.link(0, 1).seconds(1e6) == pytest.approx(1.1e-3)
+    assert cluster.all_reduce_seconds((0, 1), 4500) == pytest.approx(2.5e-3)
+    assert cluster.stolen_seconds_per_byte == 1e-10
+    assert cluster.action_seconds == {"F": 1e-4, "REDUCE": 2e-4}
+    document = cluster_document(profile, "mine", 24e9)
+    assert document["nodes"] == [{"devices": 2, "memory_bytes": 12e9}]
+
+
+def test_without_links_there_is_no_cluster() -> None:
+    with pytest.raises(UserError, match="add --ranks 2"):
+        cluster_document(profile_of(links=None), "mine", 24e9)

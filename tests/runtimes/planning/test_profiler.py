@@ -314,8 +314,10 @@ def test_the_profile_of_a_small_vit(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert set(profile.optimizer_seconds_per_byte) == {"sgd", "sgd-momentum", "adamw", COPY}
     assert set(profile.concurrency) == {1, 2, 3}
+    assert profile.reference_seconds is not None
+    assert profile.reference_seconds > 0
     assert profile.concurrency[1] == 1
-    assert set(profile.action_seconds) == {op.value for op in Op}
+    assert set(profile.action_seconds) == {op.value for op in Op} - {Op.AVERAGE.value}
     assert profile.action_seconds["STEP"] > 0
     assert profile.provenance["measured_layers"] == [
         "embed",
