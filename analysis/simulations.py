@@ -16,10 +16,13 @@ from analysis.layout import Table, View, fixed, percent
 __all__ = ["SCHEMA", "Study", "load_studies", "tables"]
 
 SCHEMA = "pipebench.simulation/1"
+NESTED = ["plan", "parts", "options", "numbers"]
+NUMBERS = ("all_reduce_to_compute", "transfer_to_stage")
 CAPTION = (
     "Steady state, one batch after the other; ÷ dp at the same batch size and bandwidth. Links: "
     "the share of their nominal bandwidth that they reach. Idle and exposed (communication, "
-    "reduction): percent of the time, mean over devices. GB: of the fullest device."
+    "reduction): percent of the time, mean over devices. All-reduce ÷ compute of a batch; transfer "
+    "of a unit's activations ÷ a stage's computation of it. GB: of the fullest device."
 )
 
 
@@ -70,6 +73,7 @@ def _study(path: Path, source: str) -> Study:
                 evidence=evidence.label,
                 ratio_to_dp=_ratios(rows, evidence),
                 memory_gb=rows["memory_bytes"].map(max) / 1e9,
+                **_numbers(rows),
                 profile_reference_s=document["profile"].get("reference_seconds"),
             ),
             _inputs(document),
@@ -79,6 +83,13 @@ def _study(path: Path, source: str) -> Study:
         raise ValueError(f"{path} is broken: {error!r}; simulate it anew, or delete it") from error
     except ValueError as error:
         raise ValueError(f"{path} is broken: {error}; simulate it anew, or delete it") from error
+
+
+def _numbers(rows: pd.DataFrame) -> dict[str, list[float]]:
+    """Those without a dimension; NaN for what does not fit, and in files that do not have them."""
+    told = rows.get("numbers", pd.Series(None, rows.index, dtype=object))
+    found = [entry if isinstance(entry, dict) else {} for entry in told]
+    return {name: [entry.get(name, float("nan")) for entry in found] for name in NUMBERS}
 
 
 def _ratios(rows: pd.DataFrame, evidence: Evidence) -> list[float]:
@@ -114,7 +125,11 @@ def _short(value: Any) -> bool:
 def tables(results_dir: Path) -> tuple[Table, ...]:
     """A table for each study."""
     return tuple(
-        Table("simulated", study.rows.drop(columns=["plan", "parts", "options"]), (_view(study),))
+        Table(
+            "simulated",
+            study.rows.drop(columns=["plan", "parts", "options", "numbers"], errors="ignore"),
+            (_view(study),),
+        )
         for study in load_studies(results_dir)
     )
 
@@ -146,6 +161,8 @@ def _cells(rows: pd.DataFrame) -> pd.DataFrame:
             "÷ dp": [fixed(value) for value in rows["ratio_to_dp"]],
             "idle": [percent(part.get("idle")) for part in parts],
             "exposed": [percent(share) for share in exposed],
+            "all-reduce ÷ compute": [fixed(value, 3) for value in rows[NUMBERS[0]]],
+            "transfer ÷ stage": [fixed(value, 4) for value in rows[NUMBERS[1]]],
             "GB": [fixed(size, 1) for size in rows["memory_gb"]],
             "evidence": rows["evidence"],
             "status": rows["status"],

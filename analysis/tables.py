@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import accuracy, predictions, simulations, sweeps, throughput, unflushed
+from analysis import accuracy, link_rates, predictions, simulations, sweeps, throughput, unflushed
 from analysis.layout import Table, document, markdown
 from analysis.records import load_records
 
@@ -61,4 +61,5 @@ def _tables(results_dir: Path) -> tuple[Table, ...]:
         *unflushed.tables(records),
         *simulations.tables(results_dir),
         *predictions.tables(records, results_dir),
+        *link_rates.tables(records, results_dir),
     )

@@ -11,14 +11,13 @@ from pydantic import Field, ValidationError, model_validator
 from experiments.complaints import in_words
 from experiments.errors import UserError, one_line
 from experiments.paths import CLUSTERS, named_file
-from experiments.section import Count, Section
+from experiments.section import Count, Positive, Section
 from runtimes.schedule import Op
 from runtimes.simulation.cluster import Cluster, Link, Node
 
 __all__ = ["ClusterFile", "cluster_names", "load_cluster", "read_cluster"]
 
 NotNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
 
 
 class LinkSection(Section):

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from experiments.data_section import Data
 from experiments.recipe import Train
-from experiments.section import Count, Label, Section
+from experiments.section import Count, Label, Positive, Section
 from experiments.sweep import axes_of, point_text
 
 __all__ = [
@@ -107,8 +107,9 @@ class Launch(Section):
 
     On ``device`` "emulated" layers only wait, as long as a ``profile`` says (a name, or the path of
     a .json file), and tensors have one of ``truncation`` elements.  With a ``cluster`` (a name, or
-    the path of a .toml file) messages and reductions take as long as on it.  The ``…_hash`` of
-    either's content is filled in when the config is loaded.
+    the path of a .toml file) messages and reductions take as long as on it, its links reaching
+    ``bandwidth_share`` of their bandwidth.  The ``…_hash`` of either's content is filled in when
+    the config is loaded.
 
     ``nodes`` hosts, this one being ``node_rank``, meet at ``address``:``port`` (0: any free one);
     ``local_address`` is this host's own, if not found by its name.
@@ -119,6 +120,7 @@ class Launch(Section):
     profile_hash: str | None = None
     cluster: str | None = None
     cluster_hash: str | None = None
+    bandwidth_share: Positive | None = None
     truncation: Count | None = None
     transport: Literal["distributed", "in-process"] = "distributed"
     pin_cores: bool = False
@@ -155,6 +157,8 @@ class Launch(Section):
                 raise ValueError(
                     f'{name} is for device "emulated", but device is "{self.device}": leave it out'
                 )
+        if self.bandwidth_share is not None and self.cluster is None:
+            raise ValueError("bandwidth_share is of a cluster's links: name one in cluster")
         if self.cluster is not None and self.device == "cuda":
             raise ValueError(
                 'cluster delays messages between CPU processes, but device is "cuda": use "cpu" or '

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from experiments.clusters import load_cluster
-from experiments.config import Config
+from experiments.config import Config, Launch
 from experiments.errors import UserError, one_line
 from experiments.profiles import check_profile, content_hash, load_profile
 from runtimes.emulation.limits import check_cluster
 from runtimes.job import Emulation, OptimizerSpec, Task
 from runtimes.plan import split
 from runtimes.planning.profile import Profile
+from runtimes.simulation.cluster import Cluster
 from runtimes.systems import schedule_of
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PIXEL",
     "check_emulation",
+    "cluster_of",
     "emulated_stack",
     "emulation_of",
     "profile_of",
@@ -39,8 +41,14 @@ def _contents(config: Config) -> dict[str, dict[str, Any]]:
     if launch.profile is not None:
         found["profile"] = load_profile(launch.profile).to_json()
     if launch.cluster is not None:
-        found["cluster"] = load_cluster(launch.cluster).to_json()
+        found["cluster"] = cluster_of(launch).to_json()
     return {key: json.loads(json.dumps(document)) for key, document in found.items()}
+
+
+def cluster_of(launch: Launch) -> Cluster:
+    """The one that a launch names, with the share of its bandwidth that links reach."""
+    assert launch.cluster is not None
+    return load_cluster(launch.cluster).with_bandwidth(launch.bandwidth_share or 1.0)
 
 
 def with_hashes(config: Config, file: str) -> Config:
@@ -93,7 +101,7 @@ def check_emulation(config: Config, tasks: Sequence[Task], optimizer: OptimizerS
     launch = config.launch
     try:
         if launch.cluster is not None:
-            check_cluster(load_cluster(launch.cluster), tasks[0].plan.world_size)
+            check_cluster(cluster_of(launch), tasks[0].plan.world_size)
         if launch.device == "emulated":
             assert launch.profile is not None
             profile = load_profile(launch.profile)

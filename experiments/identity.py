@@ -29,6 +29,7 @@ COSMETIC = (
     # What decides is the hashes of their contents.
     ("launch", "profile"),
     ("launch", "cluster"),
+    ("launch", "bandwidth_share"),
     ("launch", "node_rank"),
     ("launch", "address"),
     ("launch", "port"),

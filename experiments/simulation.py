@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from experiments.clusters import cluster_names, load_cluster, read_cluster
 from experiments.config import Config
+from experiments.emulation import cluster_of
 from experiments.errors import UserError, one_line
 from experiments.identity import run_id
 from experiments.loading import load
@@ -17,7 +19,7 @@ from experiments.profiles import check_profile, load_profile, model_of
 from experiments.resolve import image_of, job_of, layers_of, stack_of, tasks_of
 from runtimes.job import DataSpec, Job, Task
 from runtimes.planning.profile import Profile
-from runtimes.schedule import Program
+from runtimes.schedule import Op, Program
 from runtimes.simulation.cluster import Cluster
 from runtimes.simulation.costs import ProfileCosts
 from runtimes.simulation.simulator import simulate
@@ -155,7 +157,8 @@ def _filled(request: Request, config: Config) -> Request:
 
 def _cluster(request: Request, config: Config) -> Cluster:
     if request.cluster is not None:
-        return load_cluster(request.cluster)
+        named = config.launch.cluster == request.cluster
+        return cluster_of(config.launch) if named else load_cluster(request.cluster)
     if config.launch.device == "emulated":
         # Nothing delays its messages.
         return Cluster.ideal(tasks_of(config, layers_of(config))[0].plan.world_size)
@@ -268,11 +271,41 @@ def _times(job: Job, task: Task, profile: Profile, cluster: Cluster) -> dict[str
     return {
         "status": "ok",
         "why": None,
+        "numbers": _numbers(task, costs, cluster, size),
         "segment_batches": steps,
         "segment_seconds": segment.makespan_seconds,
         "batch_seconds": full.batch_seconds,
         "images_per_s": size / full.batch_seconds,
         "parts": full.shares,
+    }
+
+
+def _numbers(task: Task, costs: ProfileCosts, cluster: Cluster, size: int) -> dict[str, float]:
+    """What decides between systems, whatever the hardware: seconds of all stages' all-reduces ÷ of
+    the slowest stage's computation of a batch, and of a unit's activations from stage to stage ÷ of
+    its computation there; of each the largest."""
+    plan = task.plan
+    unit = -(-size // plan.micro_batches)
+    computed = [
+        costs.compute_seconds(Op.F, index, 0, None, share)
+        + costs.compute_seconds(Op.B, index, 0, None, share)
+        for index, stage in enumerate(plan.stages)
+        for share in [-(-unit // stage.replicas)]
+    ]
+    reduced = [
+        cluster.all_reduce_seconds(stage.ranks, *costs.reduced(index, None))
+        for index, stage in enumerate(plan.stages)
+    ]
+    moved = [
+        cluster.link(here.ranks[-1], there.ranks[0]).seconds(
+            costs.message_bytes(index) * unit / max(here.replicas, there.replicas)
+        )
+        for index, (here, there) in enumerate(pairwise(plan.stages))
+    ]
+    slowest = max(computed)
+    return {
+        "all_reduce_to_compute": max(reduced) / (plan.micro_batches * slowest),
+        "transfer_to_stage": max(moved, default=0.0) / slowest,
     }
 
 
