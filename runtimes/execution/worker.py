@@ -152,12 +152,21 @@ class Worker:
         self._heads = [_Head(iter(stream)) for stream in program.of_rank(self.rank)]
         for head in self._heads:
             head.advance()
+        self._since: int | None = None
         self.endpoint.open(program)
 
     @property
     def waiting_at(self) -> list[Action]:
         """The next action of each stream that has not ended."""
         return [head.action for head in self._heads if head.action is not None]
+
+    def can_go_on(self) -> bool:
+        """Whether any stream can."""
+        return any(h.action is not None and self._ready(h.action) for h in self._heads)
+
+    def rested(self, since: int) -> None:
+        """No stream could go on since then.  The wait belongs to the action that ends it."""
+        self._since = since
 
     def advance(self) -> bool:
         """Perform the first action that is ready, by order of streams; False if none is."""
@@ -189,9 +198,11 @@ class Worker:
         kept = self.trace.kept
         cpu = self.trace.busy_ns() if kept and action.op in COMPUTE else None  # A system call.
         start = perf_counter_ns()
-        waited = self._perform[action.op](action)
+        waited = self._perform[action.op](action) or 0
+        if self._since is not None:
+            start, waited, self._since = self._since, waited + start - self._since, None
         if kept:
-            self.trace.add(action, start, cpu, waited or 0)
+            self.trace.add(action, start, cpu, waited)
         if self._awaited and action in self._awaited:
             self._done.add(action)
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtimes.execution.distributed import _End, _Reduction
+from runtimes.execution.endpoint import GroupEndpoint, Reduction
 from runtimes.schedule.action import Action, Op
 from tests.processes import run_ranks
 from tests.runtimes.transparency import Case, Outcome, train_in_process
@@ -116,27 +116,27 @@ def test_who_is_late_changes_nothing(world_size: int) -> None:
 
 def not_awaited(*ops: Op) -> None:
     """What these actions wait for is used as it is."""
-    wait, close, left = _End._wait, _End.close, list[dist.Work]()
+    wait, close, left = GroupEndpoint._wait, GroupEndpoint.close, list[dist.Work]()
 
-    def mutant(self: _End, work: dist.Work, action: Action, **words: Any) -> None:
+    def mutant(self: GroupEndpoint, work: dist.Work, action: Action, **words: Any) -> None:
         if action.op in ops:
             left.append(work)  # gloo drops a message whose handle is gone.
         else:
             wait(self, work, action, **words)
 
-    def closing(self: _End) -> None:
+    def closing(self: GroupEndpoint) -> None:
         close(self)
         while left:
             left.pop().wait()
 
-    _End._wait, _End.close = mutant, closing  # type: ignore[method-assign]
+    GroupEndpoint._wait, GroupEndpoint.close = mutant, closing  # type: ignore[method-assign]
 
 
 def one_buffer_a_channel() -> None:
     """The next message is received where the last one may still be needed."""
     buffers: dict[Any, Tensor] = {}
 
-    def mutant(self: _End, receives: Iterable[Action]) -> None:
+    def mutant(self: GroupEndpoint, receives: Iterable[Action]) -> None:
         for action in receives:
             link = self._link(action)
             assert action.interval is not None
@@ -147,26 +147,27 @@ def one_buffer_a_channel() -> None:
             assert work is not None
             link.posted.append((work, tensor, 0))
 
-    _End._post = mutant  # type: ignore[method-assign]
+    GroupEndpoint._post = mutant  # type: ignore[method-assign]
 
 
 def one_bucket_for_all_parts() -> None:
     """A gradient is summed where another may be under way."""
     buckets: dict[int, Tensor] = {}
 
-    def mutant(self: _End, action: Action, tensors: list[Tensor]) -> None:
+    def mutant(self: GroupEndpoint, action: Action, tensors: list[Tensor]) -> None:
         size = sum(tensor.numel() for tensor in tensors)
         if size:
             whole = buckets.setdefault(id(self), torch.empty(10_000, dtype=self.dtype))
             flat = whole[:size]
             flat.copy_(torch.cat([tensor.reshape(-1) for tensor in tensors]))
-            group = self.replicas[action.stage]
+            group = self.groups.replicas[action.pipeline, action.stage]
             work = dist.all_reduce(flat, group=group, async_op=True)
             assert work is not None
-            reduction = _Reduction(work, flat, tensors, None)
-            self._reductions.setdefault(action.unit, []).append(reduction)
+            reduction = Reduction(work, flat, tensors, None)
+            key = action.pipeline, action.unit
+            self._reductions.setdefault(key, []).append(reduction)
 
-    _End.reduce = mutant  # type: ignore[assignment, method-assign]
+    GroupEndpoint.reduce = mutant  # type: ignore[assignment, method-assign]
 
 
 MUTANTS: dict[str, Callable[[], None]] = {

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from runtimes import pipedream_2bw
-from runtimes.execution import distributed, inprocess, updates
+from runtimes.execution import endpoint, inprocess, updates
 from runtimes.execution.optimizer import learning_rate
 from runtimes.execution.updates import StageUpdates
 from runtimes.execution.versions import WeightVersions
@@ -283,11 +283,11 @@ def _train_before_reduced(rank: int, world_size: int, case: Case) -> tuple[list[
 
     def without_the_sum(self: Any, action: Action) -> None:
         """The step is taken on gradients to which no sum has been copied yet."""
-        for reduction in self._reductions.pop(action.unit, ()):
+        for reduction in self._reductions.pop((action.pipeline, action.unit), ()):
             waits.append(reduction.work.wait())
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(distributed._End, "finish_reduce", without_the_sum)
+        monkeypatch.setattr(endpoint.GroupEndpoint, "finish_reduce", without_the_sum)
         return train_cases(rank, world_size, [case]), len(waits)
 
 
