@@ -13,7 +13,8 @@ queue are taken in the order of the sends.
 
 A reduction begins when the last rank has joined it and the one before it in the group (which is of
 one pipeline) is over, and takes ``Cluster.all_reduce_seconds``; it neither slows down messages nor
-is slowed down by them, or by another pipeline's.  ``Cluster.action_seconds`` are what the real runtime takes here by itself.
+is slowed down by them, or by another pipeline's.  ``Cluster.action_seconds`` are what the real
+runtime takes here by itself.
 """
 
 from __future__ import annotations
