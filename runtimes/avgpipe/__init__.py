@@ -26,7 +26,7 @@ from typing import Literal
 
 from runtimes.plan import Plan
 from runtimes.schedule import Batches, Order, flush, warm_up
-from runtimes.system import FlushSystem
+from runtimes.system import Elastic, FlushSystem
 
 __all__ = ["AvgPipe"]
 
@@ -53,6 +53,13 @@ class AvgPipe(FlushSystem):
     def strength(self, plan: Plan) -> float:
         """α."""
         return 1 / plan.pipelines if self.alpha is None else self.alpha
+
+    def elastic(self, plan: Plan) -> Elastic | None:
+        """None where the reference would always be the only copy."""
+        alpha, centre_first = self.strength(plan), self.form == "centre-first"
+        if plan.pipelines == 1 and alpha == 1 and centre_first:
+            return None
+        return Elastic(alpha, centre_first, joint=self.averaging == "synchronous")
 
     def compute_order(
         self, plan: Plan, batches: Batches, *, carried: int, norm: bool, phase: int
