@@ -39,28 +39,17 @@ class Averaging:
 
     def start(self) -> None:
         self.order: list[int] = []
-        #: Averagings that each pipeline has got past, and those made of all together.
-        self._passed = [0] * len(self._copies)
-        self._joint = 0
+        self._tied = -1
 
-    def behind(self, pipeline: int) -> list[int]:
-        """Of the others, those that have not got past the averaging that the pipeline is at, and so
-        have to be at it as well before it can be made of all together."""
-        if not self.elastic.joint:
-            return []
-        passed = self._passed[pipeline]
-        return [other for other, count in enumerate(self._passed) if count <= passed]
-
-    def average(self, pipeline: int) -> None:
-        """Perform the pipeline's next AVERAGE.  One of all together is made at the first of theirs;
-        then the others have nothing left to do."""
+    def average(self, pipeline: int, update: int) -> None:
+        """Perform the pipeline's AVERAGE of an update.  One of all copies together is made at the
+        first of theirs, when all have stepped; then the others have nothing left to do."""
         if not self.elastic.joint:
             self.order.append(pipeline)
             self._tie([self._copies[pipeline]])
-        elif self._passed[pipeline] == self._joint:
+        elif update > self._tied:
             self._tie(self._copies)
-            self._joint += 1
-        self._passed[pipeline] += 1
+            self._tied = update
 
     @torch.no_grad()
     def _tie(self, copies: Sequence[WeightVersions]) -> None:

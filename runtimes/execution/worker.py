@@ -20,6 +20,7 @@ from runtimes.execution.transport import Endpoint
 from runtimes.job import Job, Task
 from runtimes.model.stack import LayerStack
 from runtimes.schedule.action import COMPUTE, RECEIVES, Action, Op
+from runtimes.schedule.joining import Joining
 from runtimes.schedule.program import Program
 from runtimes.system import System
 
@@ -134,6 +135,7 @@ class Worker:
         self.correct.zero_()
         self.loss_sum.zero_()
         self._done: set[Action] = set()
+        self._joining = Joining(program, self.rank)
         self._awaited = {edge for edges in program.after.values() for edge in edges}
         self._heads = [_Head(iter(stream)) for stream in program.of_rank(self.rank)]
         for head in self._heads:
@@ -167,12 +169,7 @@ class Worker:
             return False
         if action.op in RECEIVES or action.op in (Op.NORM, Op.STEP):
             return self.endpoint.ready(action)
-        averaging = self.copies.averaging
-        if action.op is Op.AVERAGE and averaging is not None:
-            behind = averaging.behind(action.pipeline)
-            waiting = {a.pipeline for a in self.waiting_at if a.op is Op.AVERAGE}
-            return waiting.issuperset(behind)
-        return True
+        return action.op is not Op.AVERAGE or self._joining.ready(action)
 
     def _act(self, action: Action) -> None:
         if self.before is not None:
@@ -185,6 +182,7 @@ class Worker:
             self.trace.add(action, start, cpu, waited or 0)
         if self._awaited and action in self._awaited:
             self._done.add(action)
+        self._joining.made(action)
 
     # -- computing -------------------------------------------------------------------------
 
@@ -316,7 +314,7 @@ class Worker:
     def _average(self, action: Action) -> None:
         """Nothing to do for the only copy of a system that needs no reference beside it."""
         if self.copies.averaging is not None:
-            self.copies.averaging.average(action.pipeline)
+            self.copies.averaging.average(action.pipeline, action.unit)
 
     # -- messages --------------------------------------------------------------------------
 
