@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -20,10 +21,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtimes.execution.endpoint import GroupEndpoint, Reduction
+from runtimes.plan import Plan
 from runtimes.schedule.action import Action, Op
 from tests.processes import run_ranks
 from tests.runtimes.transparency import Case, Outcome, train_in_process
 from tests.runtimes.transparency_ranks import Share, merged, train_case
+
+
+@dataclass(frozen=True)
+class Parallel(Case):
+    """Pipelines that share the ranks."""
+
+    pipelines: int = 2
+
+    @property
+    def plan(self) -> Plan:
+        return replace(super().plan, pipelines=self.pipelines)
+
 
 EPOCH = (5, 5, 5, 2)
 CASES = {
@@ -33,6 +47,9 @@ CASES = {
         Case("dapple", 2, 4, (1, 1), cuts=(3,)),
         Case("ashpipe", 2, 1, (1, 1), options=(("order", "published"),)),
         Case("pipedream_2bw", 2, 3, (1, 1)),
+        Parallel("avgpipe", 2, 2, (1, 1), clip=1.0),
+        Parallel("avgpipe", 2, 3, (1, 1), options=(("form", "symmetric"),), pipelines=3),
+        Parallel("avgpipe", 1, 1, (2,), cuts=(3, 6)),
     ],
     3: [
         Case("dp", 1, 1, (3,), options=(("overlap", False),)),
@@ -41,6 +58,8 @@ CASES = {
         Case("ashpipe", 2, 1, (2, 1), cuts=(2, 3)),
         Case("ashpipe", 3, 1, (1, 1, 1), recompute=True),
         Case("pipedream", 2, 1, (1, 2)),
+        Parallel("avgpipe", 3, 2, (1, 1, 1), recompute=True),
+        Parallel("avgpipe", 2, 2, (2, 1), cuts=(2, 3)),
     ],
 }
 MOST_S = 0.002
@@ -48,7 +67,7 @@ MOST_S = 0.002
 
 def small(case: Case) -> Case:
     changed = {"epoch": EPOCH, "segments": (EPOCH, EPOCH), "model": "widths"}
-    return Case(**{**vars(case), **changed})
+    return replace(case, **changed)
 
 
 def dawdling(rank: int, seed: int) -> Callable[[Action], None]:

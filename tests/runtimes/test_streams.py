@@ -33,10 +33,16 @@ def plan_of(
     return replace(plan, pipelines=pipelines)
 
 
-def program_of(plan: Plan, *, norm: bool = False, advance: int = 0) -> Program:
-    """Three batches, the last of which has too few samples for every unit, and for the last of
-    them for every replica."""
-    return AvgPipe(advance=advance).program(plan, (14, 14, 3), norm=norm)
+#: The last has too few samples for every unit.
+ODD = (14, 14, 3)
+#: Of messages that are all of one size: gloo ends a rank that receives more than it expects.
+EVEN = (18, 18)
+
+
+def program_of(
+    plan: Plan, sizes: tuple[int, ...] = ODD, *, norm: bool = False, advance: int = 0
+) -> Program:
+    return AvgPipe(advance=advance).program(plan, sizes, norm=norm)
 
 
 #: (plan, with norms) by number of ranks.
@@ -70,11 +76,11 @@ def walks(
         MUTANTS[mutant]()
     found = []
     for number, (plan, norm) in enumerate(cases):
-        end, wrong = endpoint_of(plan, rank), list[str]()
+        end, wrong = endpoint_of(plan, rank, timeout_s=2 if mutant else 20), list[str]()
         for advance in (0, 2):
             walk = Walk(
                 end,
-                program_of(plan, norm=norm, advance=advance),
+                program_of(plan, EVEN if mutant else ODD, norm=norm, advance=advance),
                 dawdling(rank, 2 * number + advance),
                 # Replicas come to the reductions of their pipelines in different orders.
                 turned=rank % 2 == 1,
@@ -243,6 +249,15 @@ def another_pipelines_link() -> None:
     GroupEndpoint.receive = mutant  # type: ignore[assignment, method-assign]
 
 
+def is_caught(mutant: str, case: tuple[Plan, bool]) -> bool:
+    """By what was wrong, or because a stream waits for what another one got."""
+    try:
+        ranks = run_ranks(2, walks, [case], mutant)
+    except RankError as error:
+        return "ActionTimeoutError" in str(error)
+    return any(wrong for (wrong,) in ranks)
+
+
 MUTANTS: dict[str, Callable[[], None]] = {
     "told too early": told_too_early,
     "sums told too early": sums_told_too_early,
@@ -264,10 +279,4 @@ MUTANTS: dict[str, Callable[[], None]] = {
     ids=MUTANTS,
 )
 def test_what_is_mixed_up_shows(mutant: str, case: tuple[Plan, bool]) -> None:
-    try:
-        ranks = run_ranks(2, walks, [case], mutant)
-    except RankError as error:
-        # gloo ends a rank that receives more than it expects.
-        assert "exit code -6" in str(error)
-    else:
-        assert any(wrong for (wrong,) in ranks)
+    assert is_caught(mutant, case)

@@ -354,7 +354,9 @@ def engine_of(case: Case, plan: Plan | None = None) -> InProcess:
         job = replace(job, tasks=(replace(job.tasks[0], plan=plan),))
     feed = ArrayFeed(case.precision, case.epoch)
     engine = InProcess(job, job.tasks[0], stack_of(case.model), feed, keep_gradients=True)
-    engine.load({**engine.state(), "weights": initial_weights(case.model)})
+    # Copies of parallel pipelines all begin as the reference does.
+    state = {kind: value for kind, value in engine.state().items() if kind != "copies"}
+    engine.load({**state, "weights": initial_weights(case.model)})
     return engine
 
 
@@ -365,7 +367,9 @@ def train_in_process(case: Case) -> Outcome:
             for step, share in report.losses.items():
                 outcome.losses[step] = outcome.losses.get(step, 0.0) + share
         first += len(segment)
-        outcome.gradients[first - 1] = [worker.last_gradients for worker in engine.workers]
+        outcome.gradients[first - 1] = [
+            worker.copies[0].updates.last_gradients for worker in engine.workers
+        ]
         # State refers to the live tensors, which the next segment changes.
         weights = engine.state()["weights"].items()
         outcome.weights[first - 1] = {name: weight.clone() for name, weight in weights}
