@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runtimes.execution.averaging import Averaging
 from runtimes.execution.checkpoint import load_state
@@ -19,7 +19,7 @@ from runtimes.execution.engine import Segment
 from runtimes.execution.inprocess import InProcess
 from runtimes.execution.starting import copies_kept
 from runtimes.job import Job, OptimizerSpec, SwitchSpec, Task
-from runtimes.model.stack import build_stack
+from runtimes.model.stack import LayerStack, build_stack
 from runtimes.plan import Plan
 from tests.runtimes.execution.runs import (
     MODEL,
@@ -34,6 +34,7 @@ from tests.runtimes.execution.runs import (
 
 Original = Callable[..., Any]
 SYMMETRIC = {"form": "symmetric", "alpha": 0.3}
+RUNNING = ("2.running_mean", "2.running_var", "2.num_batches_tracked")
 ALONE = {"averaging": "asynchronous", "alpha": 0.4, "advance": 1, "every": 2}
 ADAM = OptimizerSpec("adamw", lr=0.01)
 
@@ -157,6 +158,34 @@ def test_the_reference_is_evaluated_and_the_mean_beside_it(data: Path) -> None:
         assert what.loss_sum == pytest.approx(alone.loss_sum, rel=1e-12)
         assert what.correct == alone.correct
     assert found.loss_sum != pytest.approx(found.mean.loss_sum, rel=1e-6)
+
+
+def test_running_statistics_belong_to_copies_and_the_reference_has_their_mean(data: Path) -> None:
+    """A copy's are those of a run of its own share; counts of what was seen are not added up."""
+    norms = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    stack = LayerStack.from_module(norms, batch_norm="per-unit")
+    job, plain = avgpipe(2, 1), job_of(TWO, 1, precision="float64")
+    feed, validation = feeds(job, data)
+    engine = InProcess(job, job.tasks[0], stack, feed)
+    # One update: the copies' forwards are all made before they are drawn together.
+    engine.train(Segment(0, (8,)))
+    alone = []
+    for pipeline in range(2):
+        one = InProcess(plain, plain.tasks[0], stack, _Half(feed, pipeline))
+        one.train(Segment(0, (4,)))
+        alone.append({name: one.state()["weights"][name] for name in RUNNING})
+    state = engine.state()
+    for copy, expected in zip(state["copies"].values(), alone, strict=True):
+        assert all(torch.equal(copy["weights"][name], expected[name]) for name in RUNNING)
+    assert not torch.equal(alone[0]["2.running_mean"], alone[1]["2.running_mean"])
+    for name in ("2.running_mean", "2.running_var"):
+        mean = (alone[0][name] + alone[1][name]) / 2
+        torch.testing.assert_close(state["weights"][name], mean, rtol=0, atol=1e-14)
+    assert int(state["weights"]["2.num_batches_tracked"]) == 2
+    found = engine.evaluate(validation, 13, 5)
+    other = InProcess(plain, plain.tasks[0], stack, feed)
+    other.load({kind: values for kind, values in state.items() if kind != "copies"})
+    assert found.loss_sum == pytest.approx(other.evaluate(validation, 13, 5).loss_sum, rel=1e-12)
 
 
 # -- starting from another run ------------------------------------------------------------
