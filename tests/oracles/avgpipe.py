@@ -11,8 +11,8 @@
 Synchronously the sum is over all copies at once.  Asynchronously each stage of each copy is drawn
 by itself, the sum then having one term, in whatever order the pipelines got there:
 
-    stage 0   p0 u0   p1 u0   p1 u1   p0 u1        p1 u1 reads the c that p0 u0 and p1 u0 left;
-    stage 1   p1 u0   p1 u1   p0 u0   p0 u1        p0 makes update 1 when both stages are drawn
+    stage 0   p0  p1  p1  p0        the second time, p1 is drawn to what p0 and p1 left of c;
+    stage 1   p1  p1  p0  p0        p0 makes update 1 when both stages of it are drawn
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Literal
 
 import torch
@@ -30,10 +29,7 @@ from tests.oracles.asynchronous import Ranges, Segments, parts
 from tests.oracles.stages import Stages
 from tests.oracles.synchronous import Batch, Learner, Recipe, State, Weights
 
-__all__ = ["Averaged", "Elastic", "Ensemble", "Turn", "asynchronous", "shares", "synchronous"]
-
-#: (pipeline, update of the run): what averaged, or when.
-Turn = tuple[int, int]
+__all__ = ["Averaged", "Elastic", "Ensemble", "asynchronous", "shares", "synchronous"]
 
 
 @dataclass(frozen=True)
@@ -181,13 +177,13 @@ def asynchronous(
     ranges: Ranges,
     segments: Segments,
     rates: Sequence[float],
-    orders: Sequence[Sequence[Sequence[Turn]]],
+    orders: Sequence[Sequence[Sequence[int]]],
     dtype: torch.dtype = torch.float64,
     *,
     micro_batches: int = 1,
 ) -> Averaged:
-    """``orders``: by segment, then stage, all turns in the order in which they came.  Pipelines
-    may be updates apart; AssertionError for an order that lacks a turn, or could not have been.
+    """``orders``: by segment, then stage, the pipelines in the order in which they were drawn; one
+    may be updates ahead of another.  AssertionError for an order that cannot have been.
     """
     batches = [batch for segment in segments for batch in segment]
     run = _Copies(build, start, recipe, elastic, batches, rates, dtype, micro_batches)
@@ -204,36 +200,32 @@ def _follow(
     run: _Copies,
     names: Sequence[Sequence[str]],
     updates: range,
-    order: Sequence[Sequence[Turn]],
+    order: Sequence[Sequence[int]],
 ) -> None:
-    """All updates of a segment: a copy learns as soon as every stage of it is drawn."""
+    """All updates of a segment: a copy learns on as soon as every stage of it is drawn."""
     pipelines, stages = range(run.elastic.pipelines), range(len(names))
-    expected = sorted(product(pipelines, filter(run.elastic.averages, updates)))
+    times = sum(map(run.elastic.averages, updates))
     assert len(order) == len(names)
-    assert all(sorted(turns) == expected for turns in order), "a turn is missing, or taken twice"
+    for turns in order:
+        assert sorted(turns) == sorted([*pipelines] * times), f"{times} turns each, but {turns}"
     queues = [deque(turns) for turns in order]
     following = dict.fromkeys(pipelines, updates.start)
     #: Stages of the copy that wait to be drawn.
-    open_ = {pipeline: set[int]() for pipeline in pipelines}
+    waiting = {pipeline: set[int]() for pipeline in pipelines}
     moved = True
     while moved:
         moved = False
         for pipeline in pipelines:
-            while not open_[pipeline] and following[pipeline] < updates.stop:
+            while not waiting[pipeline] and following[pipeline] < updates.stop:
                 run.learn(pipeline, following[pipeline])
                 if run.elastic.averages(following[pipeline]):
-                    open_[pipeline] = set(stages)
+                    waiting[pipeline] = set(stages)
                 following[pipeline] += 1
                 moved = True
         for stage, queue in enumerate(queues):
-            while queue and _is_due(queue[0], stage, following, open_):
-                pipeline, _ = queue.popleft()
+            while queue and stage in waiting[queue[0]]:
+                pipeline = queue.popleft()
                 run.average([pipeline], names[stage])
-                open_[pipeline].discard(stage)
+                waiting[pipeline].discard(stage)
                 moved = True
     assert not any(queues), f"an order that cannot have been: {[list(q) for q in queues]} left"
-
-
-def _is_due(turn: Turn, stage: int, following: dict[int, int], open_: dict[int, set[int]]) -> bool:
-    pipeline, update = turn
-    return following[pipeline] == update + 1 and stage in open_[pipeline]

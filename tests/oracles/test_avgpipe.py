@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.oracles.avgpipe import Averaged, Elastic, Ensemble, Turn, asynchronous, shares
+from tests.oracles.avgpipe import Averaged, Elastic, Ensemble, asynchronous, shares
 from tests.oracles.avgpipe import synchronous as averaged
 from tests.oracles.cases import (
     RATES,
@@ -33,8 +33,6 @@ from tests.oracles.cases import (
 from tests.oracles.synchronous import Batch, Recipe, State, train
 
 FORMS: list[Any] = ["centre-first", "symmetric"]
-#: Two copies of one stage; the turns of six updates, which both make one after the other.
-IN_TURN = [[(pipeline, update) for update in range(6) for pipeline in range(2)]]
 
 
 def start(build: Callable[[], nn.Module], pipelines: int) -> Ensemble:
@@ -136,7 +134,7 @@ def test_a_pipeline_an_update_ahead_by_hand(form: Any) -> None:
     """Copy 1 comes twice before copy 0 does."""
     alpha, rate = 0.3, 0.5
     c, x = 0.8, [0.8, 0.8]
-    turns: list[Turn] = [(1, 0), (1, 1), (0, 0), (0, 1), (0, 2), (1, 2)]
+    turns = [(1, 0), (1, 1), (0, 0), (0, 1), (0, 2), (1, 2)]
     for i, t in turns:
         x[i] -= rate * slope(x[i], [XS[2 * t + i]])
         new = c + alpha * (x[i] - c)
@@ -144,11 +142,10 @@ def test_a_pipeline_an_update_ahead_by_hand(form: Any) -> None:
         c = new
     elastic, plain = Elastic(2, alpha, 1, form), ((0, 2),)
     arguments: Any = (one_weight, one_start(2), Recipe(), elastic, plain, [pairs()], [rate] * 3)
-    (end,) = asynchronous(*arguments, [[turns]]).ends
+    (end,) = asynchronous(*arguments, [[[1, 1, 0, 0, 0, 1]]]).ends
     assert float(end.weights["0.weight"]) == pytest.approx(c, rel=1e-12)
     assert [float(s.weights["0.weight"]) for s in end.copies] == pytest.approx(x, rel=1e-12)
-    other = [(0, 0), (1, 0), *turns[1:2], *turns[3:]]
-    (end,) = asynchronous(*arguments, [[other]]).ends
+    (end,) = asynchronous(*arguments, [[[0, 1, 1, 0, 0, 1]]]).ends
     assert abs(float(end.weights["0.weight"]) - c) > 1e-4
 
 
@@ -179,7 +176,7 @@ def test_stages_that_averaged_in_different_orders_by_hand() -> None:
         ((0, 1), (1, 3)),
         [[batch]],
         [rate],
-        [[[(0, 0), (1, 0)], [(1, 0), (0, 0)]]],
+        [[[0, 1], [1, 0]]],
     ).ends
     assert [float(w) for w in end.weights.values()] == pytest.approx(c, rel=1e-12)
     for mine, theirs in zip(end.copies, x, strict=True):
@@ -241,7 +238,7 @@ def test_one_copy_averages_alone_either_way(form: Any) -> None:
     data, recipe, elastic = batches([6, 5, 1, 6]), RECIPES["momentum"], Elastic(1, 0.9, 2, form)
     together = averaged(vit, start(vit, 1), recipe, elastic, [data], RATES[:4])
     alone = asynchronous(
-        vit, start(vit, 1), recipe, elastic, THREE, [data], RATES[:4], [[[(0, 1), (0, 3)]] * 3]
+        vit, start(vit, 1), recipe, elastic, THREE, [data], RATES[:4], [[[0, 0]] * 3]
     )
     assert same(together.ends[0], alone.ends[0])
     assert together.losses == alone.losses
@@ -261,15 +258,15 @@ def in_turn(order: Any) -> Averaged:
 
 
 def test_orders_that_cannot_have_been_are_refused() -> None:
-    turns = IN_TURN * 3
-    in_turn(turns)
-    with pytest.raises(AssertionError, match="missing"):
-        in_turn([*turns[:2], turns[2][:-1]])
-    with pytest.raises(AssertionError, match="missing"):
-        in_turn([*turns[:2], [*turns[2][:-1], turns[2][0]]])
-    crossed = [turns[0], [*turns[1][2:4], *turns[1][:2], *turns[1][4:]], turns[2]]
+    turns = [0, 1] * 6
+    in_turn([turns] * 3)
+    with pytest.raises(AssertionError, match="6 turns each"):
+        in_turn([turns, turns, turns[:-1]])
+    with pytest.raises(AssertionError, match="6 turns each"):
+        in_turn([turns, turns, [*turns[:-1], 0]])
+    crossed = [[1, 1, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1]]
     with pytest.raises(AssertionError, match="cannot have been"):
-        in_turn(crossed)
+        in_turn([turns[4:] + stage for stage in crossed])
 
 
 def test_losses_are_means_over_the_samples_each_under_its_copy() -> None:
