@@ -108,12 +108,17 @@ class _Copies:
         assert len(self.shares) == len(rates)
         self.losses = [0.0] * len(rates)
 
+    def idles(self, pipeline: int, update: int) -> bool:
+        """Whether a pipeline has no sample of an update of the run."""
+        return self.shares[update - self.first][pipeline] is None
+
     def learn(self, pipeline: int, update: int) -> None:
         """``update`` of the run, by one copy on its share."""
-        place = update - self.first
-        share, batch = self.shares[place][pipeline], self.shares[place]
-        if share is None:
+        if self.idles(pipeline, update):
             return
+        place = update - self.first
+        batch, share = self.shares[place], self.shares[place][pipeline]
+        assert share is not None
         units = parts(share, self.micro_batches)
         loss = self.learners[pipeline].update(units, self.rates[place], update).loss
         samples = sum(len(other.labels) for other in batch if other is not None)
@@ -202,7 +207,8 @@ def _follow(
     updates: range,
     order: Sequence[Sequence[int]],
 ) -> None:
-    """All updates of a segment: a copy learns on as soon as every stage of it is drawn."""
+    """All updates of a segment: a copy learns on as soon as every stage of it is drawn.  Where it
+    has nothing to learn, none of its stages waits for another."""
     pipelines, stages = range(run.elastic.pipelines), range(len(names))
     times = sum(map(run.elastic.averages, updates))
     assert len(order) == len(names)
@@ -210,22 +216,24 @@ def _follow(
         assert sorted(turns) == sorted([*pipelines] * times), f"{times} turns each, but {turns}"
     queues = [deque(turns) for turns in order]
     following = dict.fromkeys(pipelines, updates.start)
-    #: Stages of the copy that wait to be drawn.
-    waiting = {pipeline: set[int]() for pipeline in pipelines}
+    #: [pipeline][stage] → how often that stage of the copy is still to be drawn.
+    due = [[0 for _ in stages] for _ in pipelines]
     moved = True
     while moved:
         moved = False
         for pipeline in pipelines:
-            while not waiting[pipeline] and following[pipeline] < updates.stop:
+            while following[pipeline] < updates.stop and (
+                not any(due[pipeline]) or run.idles(pipeline, following[pipeline])
+            ):
                 run.learn(pipeline, following[pipeline])
                 if run.elastic.averages(following[pipeline]):
-                    waiting[pipeline] = set(stages)
+                    due[pipeline] = [times + 1 for times in due[pipeline]]
                 following[pipeline] += 1
                 moved = True
         for stage, queue in enumerate(queues):
-            while queue and stage in waiting[queue[0]]:
+            while queue and due[queue[0]][stage]:
                 pipeline = queue.popleft()
                 run.average([pipeline], names[stage])
-                waiting[pipeline].discard(stage)
+                due[pipeline][stage] -= 1
                 moved = True
     assert not any(queues), f"an order that cannot have been: {[list(q) for q in queues]} left"

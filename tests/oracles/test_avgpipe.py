@@ -24,7 +24,6 @@ from tests.oracles.cases import (
     TwoLogits,
     batches,
     error,
-    scalar_batches,
     scalar_start,
     scalars,
     vit,
@@ -251,7 +250,7 @@ def in_turn(order: Any) -> Averaged:
         Recipe(),
         Elastic(2, 0.5),
         THREE_SCALARS,
-        [scalar_batches()],
+        [[*pairs(), *pairs()]],
         RATES[:6],
         [order],
     )
@@ -267,6 +266,17 @@ def test_orders_that_cannot_have_been_are_refused() -> None:
     crossed = [[1, 1, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1]]
     with pytest.raises(AssertionError, match="cannot have been"):
         in_turn([turns[4:] + stage for stage in crossed])
+
+
+def test_a_stage_with_nothing_to_learn_does_not_wait_for_the_others() -> None:
+    """A batch of one sample is the last copy's: the first averages twice at stage 0 at once."""
+    data = [Batch(np.arange(n), np.ones((n, 1)), np.zeros(n, dtype=np.int64)) for n in (4, 1, 4)]
+    weights, one_each = Ensemble.of(State(scalar_start()), 2), ((0, 1), (1, 2), (2, 4))
+    arguments: Any = (scalars, weights, Recipe(), Elastic(2, 0.5), one_each, [data], RATES[:3])
+    ahead, behind = [0, 0, 1, 1, 0, 1], [1, 1, 0, 0, 0, 1]
+    asynchronous(*arguments, [[ahead, behind, behind]])
+    with pytest.raises(AssertionError, match="cannot have been"):
+        asynchronous(*arguments, [[[0, 0, 0, 1, 1, 1], [1, 0, 0, 0, 1, 1], [1, 1, 1, 0, 0, 0]]])
 
 
 def test_losses_are_means_over_the_samples_each_under_its_copy() -> None:
