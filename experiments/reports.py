@@ -100,8 +100,7 @@ def systems_document() -> dict[str, Any]:
             "summary": system.summary,
             "source": system.paper,
             "options": {
-                option: {"default": default, "allowed": list(allowed)}
-                for option, (default, allowed) in system_options(name).items()
+                option: described.to_json() for option, described in system_options(name).items()
             },
         }
         for name, system in SYSTEMS.items()
@@ -118,15 +117,25 @@ def systems_text(document: Mapping[str, Any]) -> str:
     for system in document["systems"]:
         said = system.get("source") or f"peer of {system['peer_of']}"
         options = ", ".join(
-            f"{name} = {' | '.join(map(_toml, choice['allowed']))} (default "
-            f"{_toml(choice['default'])})"
-            for name, choice in system["options"].items()
+            f"{name} = {_values(option)} (default {_toml(option['default'])})"
+            for name, option in system["options"].items()
         )
         rows.append([system["name"], system["summary"], said, options])
     return columns(rows)
 
 
+def _values(option: Mapping[str, Any]) -> str:
+    """What an option takes: "A | B", "integer ≥ 0"."""
+    if "allowed" in option:
+        return " | ".join(map(_toml, option["allowed"]))
+    signs = {"at_least": "≥", "above": ">"}
+    limits = [f"{sign} {option[name]:g}" for name, sign in signs.items() if name in option]
+    return " ".join([option["kind"], *limits])
+
+
 def _toml(value: object) -> str:
+    if value is None:
+        return "by the plan"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -199,6 +199,7 @@ def plan_of(section: PlanSection, layers: Layers, *, size: int, buckets: bool) -
         sizes,
         replicas,
         micro_batches=section.micro_batches,
+        pipelines=section.pipelines,
         recompute=section.recompute,
         cuts=cuts,
     )

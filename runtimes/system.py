@@ -41,6 +41,8 @@ class System(ABC):
     global_norm: ClassVar[bool] = True
     #: Whether whole batches go round a stage's replicas, instead of being shared by them.
     rounds: ClassVar[bool] = False
+    #: Whether several pipelines may share the devices.
+    parallel: ClassVar[bool] = False
 
     @abstractmethod
     def compute_order(
@@ -87,10 +89,32 @@ class System(ABC):
         """Whether activations are sent and received as of Program.rendezvous."""
         return False
 
+    @property
+    def joint_average(self) -> bool:
+        """As of Program.joint_average."""
+        return True
+
+    def averages(self, update: int) -> bool:
+        """Whether parallel pipelines are tied together after that update of the run."""
+        return False
+
+    def warnings(self, plan: Plan) -> tuple[str, ...]:
+        """What can be run, but should not be without a second look; a sentence each."""
+        return ()
+
     def check(self, plan: Plan) -> None:
         """ValueError, naming value, limit and way out, if the system cannot run the plan."""
-        if plan.pipelines != 1:
-            raise ValueError(f"{self.name} has one pipeline, not {plan.pipelines}")
+        if plan.pipelines != 1 and not self.parallel:
+            raise ValueError(
+                f"{self.name} has one pipeline, but plan.pipelines is {plan.pipelines}: set it to 1"
+            )
+        replicas = max(stage.replicas for stage in plan.stages)
+        if not self.joint_average and replicas > 1:
+            # Each copy's averaging has its place in an order, which replicas would have to share.
+            raise ValueError(
+                f"asynchronous averaging at a stage of {replicas} replicas, whose orders would "
+                'differ: use one replica a stage, or averaging = "synchronous"'
+            )
 
     def program(
         self,
@@ -117,6 +141,8 @@ class System(ABC):
             blocking_reduce=self.blocking_reduce,
             rendezvous=self.rendezvous,
             carried=carried,
+            joint_average=self.joint_average,
+            phase=phase,
         )
 
 
@@ -135,13 +161,19 @@ class FlushSystem(System):
         self, plan: Plan, batches: Batches, *, carried: int, norm: bool, phase: int
     ) -> Order:
         stages = len(plan.stages)
-        return flush(batches, lambda stage, units: self.warm_up(stage, stages, units), norm=norm)
+        return flush(
+            batches,
+            lambda stage, units: self.warm_up(stage, stages, units),
+            norm=norm,
+            averaged=lambda update: self.averages(phase + update),
+        )
 
     def declared(self, plan: Plan, *, carried: int = 0) -> Declared:
         stages, units = len(plan.stages), plan.micro_batches
         return Declared(
             delay=lambda stage, update: 0,
             in_flight=lambda stage: self.warm_up(stage, stages, units),
+            averages=self.averages,
         )
 
 

@@ -22,10 +22,12 @@ al. 2015; that it follows the local step, and the forms, are our reading of the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from runtimes.avgpipe.stability import is_stable, stable_strengths
+from runtimes.options import Limits
 from runtimes.plan import Plan
-from runtimes.schedule import Batches, Order, flush, warm_up
+from runtimes.schedule import warm_up
 from runtimes.system import FlushSystem
 
 __all__ = ["AvgPipe"]
@@ -33,15 +35,16 @@ __all__ = ["AvgPipe"]
 
 @dataclass(frozen=True)
 class AvgPipe(FlushSystem):
-    advance: int = 0
+    advance: Annotated[int, Limits(at_least=0)] = 0
     form: Literal["centre-first", "symmetric"] = "centre-first"
     averaging: Literal["synchronous", "asynchronous"] = "synchronous"
-    alpha: float | None = None
-    every: int = 1
+    alpha: Annotated[float | None, Limits(above=0)] = None
+    every: Annotated[int, Limits(at_least=1)] = 1
 
     name = "avgpipe"
     summary = "parallel pipelines tied by elastic averaging, forwards in advance"
     paper = "AvgPipe, PPoPP'23"
+    parallel = True
 
     def warm_up(self, stage: int, stages: int, units: int) -> int:
         return warm_up(stage, stages, units, advance=self.advance)
@@ -50,27 +53,23 @@ class AvgPipe(FlushSystem):
     def period(self) -> int:
         return self.every
 
+    @property
+    def joint_average(self) -> bool:
+        return self.averaging == "synchronous"
+
+    def averages(self, update: int) -> bool:
+        return (update + 1) % self.every == 0
+
     def strength(self, plan: Plan) -> float:
         """α."""
         return 1 / plan.pipelines if self.alpha is None else self.alpha
 
-    def compute_order(
-        self, plan: Plan, batches: Batches, *, carried: int, norm: bool, phase: int
-    ) -> Order:
-        stages = len(plan.stages)
-        return flush(
-            batches,
-            lambda stage, units: self.warm_up(stage, stages, units),
-            norm=norm,
-            averaged=lambda update: (phase + update + 1) % self.every == 0,
+    def warnings(self, plan: Plan) -> tuple[str, ...]:
+        copies, alpha = plan.pipelines, self.strength(plan)
+        how = {"symmetric": self.form == "symmetric", "joint": self.joint_average}
+        if is_stable(alpha, copies, **how):
+            return ()
+        return (
+            f"alpha = {alpha:g} with N = {copies} is outside the range in which {self.averaging} "
+            f"averaging in the {self.form} form is stable, {stable_strengths(copies, **how)}",
         )
-
-    def check(self, plan: Plan) -> None:
-        """Any number of pipelines; asynchronous averaging has an order, which replicas of a stage
-        would have to agree on."""
-        if self.averaging == "asynchronous" and any(stage.replicas > 1 for stage in plan.stages):
-            replicas = max(stage.replicas for stage in plan.stages)
-            raise ValueError(
-                f"asynchronous averaging at a stage of {replicas} replicas, whose orders would "
-                'differ: use one replica a stage, or averaging = "synchronous"'
-            )
