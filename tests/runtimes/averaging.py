@@ -123,13 +123,15 @@ class Recorder:
 @dataclass
 class Outcome:
     """``losses`` by step; at the end of each segment the engine's state, the accuracies, and the
-    orders seen and said: ``said`` is None where the worker had no order to report."""
+    orders seen and said: ``said`` is None where the worker had no order to report.  ``reports`` of
+    all ranks, segment after segment."""
 
     losses: dict[int, float] = field(default_factory=dict)
     states: list[dict[str, Any]] = field(default_factory=list)
     accuracies: list[Accuracy] = field(default_factory=list)
     seen: Orders = field(default_factory=list)
     said: list[list[list[int] | None]] = field(default_factory=list)
+    reports: list[SegmentReport] = field(default_factory=list)
 
 
 def start_of(case: Tied) -> dict[str, Any]:
@@ -153,7 +155,8 @@ def train(case: Tied, *, resumed: bool = False) -> Outcome:
         if resumed and first:
             engine = engine_of(case, recorder)
             engine.load(outcome.states[-1])
-        reports: list[SegmentReport] = engine.train(Segment(first, segment))
+        reports = engine.train(Segment(first, segment))
+        outcome.reports += reports
         first += len(segment)
         for report in reports:
             for step, share in report.losses.items():
