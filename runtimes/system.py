@@ -18,11 +18,24 @@ from runtimes.schedule import (
     one_step_a_unit,
 )
 
-__all__ = ["Drain", "FlushSystem", "System", "UnflushedSystem", "evaluation_program"]
+__all__ = ["Drain", "Elastic", "FlushSystem", "System", "UnflushedSystem", "evaluation_program"]
 
 #: Where a pipeline drains: after every epoch, or only where the run asks for it (evaluation,
 #: checkpoint, switch, end).
 Drain = Literal["epoch", "run"]
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """How AVERAGE ties the copies of parallel pipelines to a reference.
+
+    ``alpha`` draws both sides to each other; ``centre_first``: a copy to the new reference, not the
+    old one; ``joint``: all copies at once, when all have made their step, not each when it has.
+    """
+
+    alpha: float
+    centre_first: bool = True
+    joint: bool = True
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,10 @@ class System(ABC):
     def rate_factor(self, plan: Plan, stage: int) -> float:
         """What the learning rate is multiplied by at a stage."""
         return 1.0
+
+    def elastic(self, plan: Plan) -> Elastic | None:
+        """How the plan's pipelines are averaged; None: a rank keeps no reference beside them."""
+        return None
 
     @property
     def period(self) -> int:

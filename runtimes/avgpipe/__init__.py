@@ -28,7 +28,7 @@ from runtimes.avgpipe.stability import is_stable, stable_strengths
 from runtimes.options import Limits
 from runtimes.plan import Plan
 from runtimes.schedule import warm_up
-from runtimes.system import FlushSystem
+from runtimes.system import Elastic, FlushSystem
 
 __all__ = ["AvgPipe"]
 
@@ -63,6 +63,13 @@ class AvgPipe(FlushSystem):
     def strength(self, plan: Plan) -> float:
         """α."""
         return 1 / plan.pipelines if self.alpha is None else self.alpha
+
+    def elastic(self, plan: Plan) -> Elastic | None:
+        """None where the reference would always be the only copy."""
+        alpha, centre_first = self.strength(plan), self.form == "centre-first"
+        if plan.pipelines == 1 and alpha == 1 and centre_first:
+            return None
+        return Elastic(alpha, centre_first, joint=self.joint_average)
 
     def warnings(self, plan: Plan) -> tuple[str, ...]:
         copies, alpha = plan.pipelines, self.strength(plan)
