@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -51,6 +51,7 @@ __all__ = [
     "engine_of",
     "faults",
     "kept",
+    "last_first",
     "reference",
     "start_of",
     "train",
@@ -188,10 +189,23 @@ def copies_of(case: Tied, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 @contextmanager
-def at_random(seed: int) -> Iterator[None]:
-    """In-process workers move in an order drawn by lot, and prefer one pipeline for a while, so
-    that pipelines get as far apart as they can."""
-    dice, run_program = random.Random(seed), inprocess.run_program
+def _walked(run: Callable[[Sequence[Worker]], None]) -> Iterator[None]:
+    """``run`` moves in-process workers as far as they get, in another order than usually."""
+    run_program = inprocess.run_program
+
+    def both(workers: Sequence[Worker]) -> None:
+        run(workers)
+        run_program(workers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inprocess, "run_program", both)
+        yield
+
+
+def at_random(seed: int) -> AbstractContextManager[None]:
+    """Workers move in an order drawn by lot, and prefer one pipeline for a while, so that
+    pipelines get as far apart as they can."""
+    dice = random.Random(seed)
 
     def run(workers: Sequence[Worker]) -> None:
         following = list(workers)
@@ -203,11 +217,20 @@ def at_random(seed: int) -> Iterator[None]:
                 if dice.random() < 0.05:
                     dice.shuffle(worker._heads)
             moved = any(worker.advance() for worker in following)
-        run_program(workers)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inprocess, "run_program", run)
-        yield
+    return _walked(run)
+
+
+def last_first() -> AbstractContextManager[None]:
+    """The last pipeline goes on wherever it can, and the last stage."""
+
+    def run(workers: Sequence[Worker]) -> None:
+        for worker in workers:
+            worker._heads.reverse()
+        while any(worker.advance() for worker in reversed(workers)):
+            pass
+
+    return _walked(run)
 
 
 # ---- references --------------------------------------------------------------------------------

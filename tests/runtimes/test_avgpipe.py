@@ -20,7 +20,7 @@ from runtimes.plan import split
 from runtimes.schedule import validate
 from runtimes.systems import get_system
 from tests.runtimes import transparency
-from tests.runtimes.averaging import Tied, at_random, copies_of, faults, start_of, train
+from tests.runtimes.averaging import Tied, at_random, copies_of, faults, last_first, start_of, train
 from tests.runtimes.transparency import EPOCH, ArrayFeed, Case, differences, job_of, stack_of
 
 FORMS = ["centre-first", "symmetric"]
@@ -144,6 +144,15 @@ def test_the_synchronous_form_does_not_depend_on_the_order(form: str) -> None:
         assert not faults(case, outcome)
         for name, weight in plain.states[-1]["weights"].items():
             assert torch.equal(outcome.states[-1]["weights"][name], weight)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_pipeline_without_a_sample_is_waited_for_all_the_same(stages: int) -> None:
+    """The last has the only sample of update 1; the others may still have update 0 to make."""
+    case = Tied(stages=stages, micro_batches=2, pipelines=3, epoch=(9, 1), segments=((9, 1, 9, 1),))
+    for every in (2, 4):
+        with last_first():
+            check(case.having(every=every))
 
 
 # ---- identities --------------------------------------------------------------------------------
