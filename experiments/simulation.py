@@ -12,7 +12,7 @@ from experiments.config import Config
 from experiments.errors import UserError, one_line
 from experiments.identity import run_id
 from experiments.loading import load
-from experiments.memory import largest_batch, memory_peaks_of
+from experiments.memory import largest_batch, largest_pipelines, memory_peaks_of
 from experiments.profiles import check_profile, load_profile, model_of
 from experiments.resolve import image_of, job_of, layers_of, stack_of, tasks_of, warnings_of
 from runtimes.job import DataSpec, Job, Task
@@ -67,7 +67,7 @@ def simulation_document(request: Request) -> dict[str, Any]:
     """Of schema pipebench.simulation/1; UserError for what cannot be simulated."""
     try:
         given = _inputs(request)
-        rows, warnings = [], list[str]()
+        rows, warnings = list[dict[str, Any]](), list[str]()
         for config in given.configs:
             warnings += warnings_of(config, tasks_of(config, layers_of(config)))
             rows += _rows_of(config, given.profile, given.clusters)
@@ -244,6 +244,11 @@ def _too_much(
     rank, needed = found
     largest = largest_batch(job.batch_size, [task], fits)
     way_out = f"the largest batch that fits is {largest}" if largest else "no batch fits"
+    pipelines = largest_pipelines(
+        [task], lambda changed: lacking(_peaks(config, job, changed[0])) is None
+    )
+    if pipelines:
+        way_out = f"plan.pipelines = {pipelines} is the most that fit, {way_out}"
     return (
         f"{task.label}: rank {rank} needs {needed / 1e9:.3g} GB, a device of {cluster.name} has "
         f"{cluster.memory_bytes(rank) / 1e9:.3g} GB: {way_out}"

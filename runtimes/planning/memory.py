@@ -75,7 +75,7 @@ def memory_peaks(
 
 
 class Sets(NamedTuple):
-    """Of a stage's weights on a rank: ``versions`` of each of its ``copies``, and ``references``."""
+    """Of a stage's weights on a rank: ``versions`` of each of the ``copies``; ``references``."""
 
     versions: int
     copies: int = 1
