@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import lru_cache, partial
 from time import perf_counter_ns
@@ -349,48 +349,56 @@ class DistributedEngine:
         # Segments of the same batches share a program, and so what was generated of its stream.
         self._program = lru_cache(maxsize=4)(partial(self.system.program, self.plan))
 
-    def _run(self, program: Program, first_step: int, feed: Feed | None = None) -> None:
-        self.worker.start(program, first_step, feed)
+    def _run(
+        self, program: Program, first_step: int, feed: Feed | None = None, *, mean: bool = False
+    ) -> None:
+        self.worker.start(program, first_step, feed, mean=mean)
         while self.worker.advance():
             pass
         self.worker.finish()
 
     def train(self, segment: Segment) -> SegmentReport:
         worker = self.worker
-        program = self._program(segment.batches, carried=worker.carried, norm=self.norm)
+        program = self._program(
+            segment.batches,
+            carried=worker.copies.carried,
+            norm=self.norm,
+            phase=segment.first % self.system.period,
+        )
         self._run(program, segment.first)
-        if worker.running and worker.stage.replicas > 1:
-            self.end.average(list(worker.running.values()))
+        for copy in worker.copies:
+            if copy.running and worker.stage.replicas > 1:
+                self.end.average(list(copy.running.values()))
         sent: list[dict[MessageKey, int] | None] = [None] * self.plan.world_size
         dist.all_gather_object(sent, worker.trace.sent(self.plan))
         merged: dict[MessageKey, int] = {}
         for share in sent:
             merged |= share or {}
         parts = breakdown(worker.trace, merged, self.plan, self.offsets)
-        return SegmentReport(
-            wall_s=parts["wall"],
-            losses=worker.loss_shares(),
-            breakdown=parts,
-            live_versions=worker.versions.most_live,
-            peak_in_flight=worker.peak_in_flight,
-        )
+        return worker.report(parts["wall"], parts)
 
     def evaluate(self, feed: Feed, samples: int, batch_size: int) -> Accuracy:
-        self._run(evaluation_program(self.plan, samples, batch_size), 0, feed)
-        return self.worker.accuracy()
+        program = evaluation_program(self.plan, samples, batch_size)
+        mean = None
+        if self.worker.copies.averaging is not None:
+            # First, so that what is bound when it is over is not a set of its own.
+            self._run(program, 0, feed, mean=True)
+            mean = self.worker.accuracy()
+        self._run(program, 0, feed)
+        return replace(self.worker.accuracy(), mean=mean)
 
     @property
     def last_gradients(self) -> dict[str, Tensor]:
-        return self.worker.last_gradients
+        return self.worker.copies[0].updates.last_gradients
 
     def state(self) -> Mapping[str, Any]:
-        return self.worker.state()
+        return self.worker.copies.state()
 
     def load(self, state: Mapping[str, Any]) -> None:
         # Every rank may have been given its own share, and all have to know of the same versions.
         stashes: list[bool] = [False] * self.plan.world_size
         dist.all_gather_object(stashes, bool(state.get("stash")))
-        self.worker.load({"stash": {}} | dict(state), carried=any(stashes))
+        self.worker.copies.load({"stash": {}} | dict(state), carried=any(stashes))
 
     def close(self) -> None:
         self.end.leave()

@@ -6,7 +6,7 @@ interference   wall − compute inside them: what background transfers (or neigh
 communication  sends, and waits for a message after its sender had computed it
 idle           waits for a message that its sender had not computed yet: the bubble
 reduce         issuing reductions, and waiting for them before a step
-optimizer      the step itself
+optimizer      the step itself, and averaging of parallel pipelines' copies
 overhead       the rest, so that the parts add up to the wall
 """
 
@@ -110,6 +110,8 @@ def breakdown(
         elif op == Op.STEP:
             total["reduce"] += item.waited
             total["optimizer"] += wall - item.waited
+        elif op == Op.AVERAGE:
+            total["optimizer"] += wall
     wall = trace.end - trace.start
     total["overhead"] = wall - sum(total.values())
     return {name: value / 1e9 for name, value in total.items()} | {"wall": wall / 1e9}

@@ -11,9 +11,9 @@ __all__ = ["Joining"]
 class Joining:
     """Which updates the pipelines of one rank have made.
 
-    An AVERAGE of an update waits for the STEPs of it that the rank's streams have, one for each
-    pipeline with a sample of that batch; if averaging is not joint, for none but its own, which
-    comes before it anyway.
+    An AVERAGE of an update waits for the STEPs up to it that the rank's streams have: of the update
+    itself each pipeline with a sample of that batch has one, the others their last before.  If
+    averaging is not joint, it waits for none but its own stream's, which come before it anyway.
     """
 
     def __init__(self, program: Program, rank: int):
@@ -29,8 +29,12 @@ class Joining:
     def ready(self, average: Action) -> bool:
         if not self._program.joint_average:
             return True
-        update = average.unit
         return all(
-            last >= update or not self._program.steps(pipeline, self._stage, update)
-            for pipeline, last in self._made.items()
+            last >= self._last_due(pipeline, average.unit) for pipeline, last in self._made.items()
         )
+
+    def _last_due(self, pipeline: int, update: int) -> int:
+        """The last update that the pipeline makes up to this one; -1 for none."""
+        while update >= 0 and not self._program.steps(pipeline, self._stage, update):
+            update -= 1
+        return update

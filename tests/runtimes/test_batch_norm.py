@@ -131,8 +131,8 @@ def test_evaluation_uses_the_averages_and_leaves_them_alone(case: Case) -> None:
         assert (accuracy.samples, accuracy.correct) == (samples, correct)
         assert accuracy.loss_sum == pytest.approx(loss, rel=1e-10)
     for worker in engine.workers:  # Every replica, not only the one that speaks for all.
-        running = {name: end.running[name] for name in worker.running}
-        assert not differences(worker.running, running, 1e-10)
+        running = {name: end.running[name] for name in worker.copies[0].running}
+        assert not differences(worker.copies[0].running, running, 1e-10)
     engine.train(Segment(3, SIZES[:2]))
     after = history.ends[1]
     assert not differences(engine.state()["weights"], {**after.weights, **after.running}, 1e-10)

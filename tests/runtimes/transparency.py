@@ -365,7 +365,9 @@ def train_in_process(case: Case) -> Outcome:
             for step, share in report.losses.items():
                 outcome.losses[step] = outcome.losses.get(step, 0.0) + share
         first += len(segment)
-        outcome.gradients[first - 1] = [worker.last_gradients for worker in engine.workers]
+        outcome.gradients[first - 1] = [
+            worker.copies[0].updates.last_gradients for worker in engine.workers
+        ]
         # State refers to the live tensors, which the next segment changes.
         weights = engine.state()["weights"].items()
         outcome.weights[first - 1] = {name: weight.clone() for name, weight in weights}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from runtimes.avgpipe import AvgPipe
 from runtimes.plan import Plan
 from runtimes.schedule import Action, Op, Program, ScheduleError, parse, validate
+from runtimes.schedule.joining import Joining
 from runtimes.schedule.replay import replay
 from runtimes.systems import get_system
 from tests.random_schedules import fitting_plan, random_plan
@@ -116,6 +117,16 @@ def test_a_lone_average_waits_for_its_own_step() -> None:
         "p0.STEP0", "p0.AVERAGE0", "p0.AVERAGE1", "p1.STEP0", "p1.AVERAGE0", "p1.STEP1",
         "p1.AVERAGE1",
     ]  # fmt: skip
+
+
+def test_who_has_no_sample_is_waited_for_until_its_last_step_before() -> None:
+    program = AvgPipe(every=2).program(Plan.even(1, 1, micro_batches=1, pipelines=2), (3, 1))
+    joining, average = Joining(program, 0), parse("p1.s0.r0.AVERAGE1@2")
+    for step in ("p1.s0.r0.STEP0@1", "p1.s0.r0.STEP1@2"):
+        joining.made(parse(step))
+        assert not joining.ready(average)
+    joining.made(parse("p0.s0.r0.STEP0@1"))
+    assert joining.ready(average)
 
 
 # ---- rule 13 -----------------------------------------------------------------------------------
