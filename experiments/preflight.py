@@ -10,7 +10,7 @@ import psutil
 
 from experiments.config import Config
 from experiments.errors import UserError, one_line
-from experiments.memory import largest_batch, memory_needed
+from experiments.memory import largest_batch, largest_pipelines, memory_needed
 from experiments.resolve import Layers, optimizer_of, parameter_bytes
 from experiments.store import RunDirectory
 from runtimes.job import Task
@@ -59,7 +59,12 @@ def _missing_memory(config: Config, tasks: Sequence[Task], who: str, what: str) 
     fits = largest_batch(
         size, tasks, lambda smaller: memory_needed(config, tasks, smaller).total() <= free
     )
+    fewer = largest_pipelines(
+        tasks, lambda changed: memory_needed(config, changed, size).total() <= free
+    )
     smaller = f"set train.batch_size = {fits}, the largest that fits, or " if fits else ""
+    if fewer:
+        smaller = f"set plan.pipelines = {fewer}, the most that fit, or {smaller}"
     return (
         f"{who} {needed.total() / 1e9:.1f} GB of {what} ({parts}), and {free / 1e9:.1f} GB are "
         f"free: {smaller}{_way_out(config)}"
