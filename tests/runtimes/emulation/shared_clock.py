@@ -26,6 +26,7 @@ from runtimes.emulation.device import Device
 from runtimes.emulation.links import Delays
 from runtimes.execution.arrivals import Arrivals
 from runtimes.execution.distributed import DistributedEngine
+from runtimes.schedule import posting
 
 __all__ = ["SharedClock", "device_at", "shared_by"]
 
@@ -143,6 +144,8 @@ def device_at(clock: SharedClock) -> Device:
 def shared_by(clock: SharedClock) -> None:
     """Of everything that this process does from now on."""
     _News.clock = clock
+    # A message that no receive is posted for would be under way for as long as its receiver sleeps.
+    posting.AHEAD = 64
     begin, sealed, walk = Arrivals.__init__, Delays.sealed, DistributedEngine._walk
 
     def with_news(self: Arrivals) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-
 
 from runtimes.emulation.uniform import uniform_profile
 from runtimes.execution.distributed import DistributedEngine
@@ -15,7 +15,6 @@ from runtimes.execution.engine import Segment
 from runtimes.job import Emulation, Job
 from runtimes.plan import Plan
 from runtimes.planning.profile import Profile
-
 from runtimes.simulation.cluster import Cluster, Link, Node
 from runtimes.simulation.costs import ProfileCosts
 from runtimes.simulation.simulator import simulate
@@ -24,14 +23,18 @@ from tests.processes import run_ranks
 from tests.runtimes.emulation.emulated import Feed, job_of, stack_of
 from tests.runtimes.emulation.shared_clock import SharedClock, device_at, shared_by
 
-#: A sample and layer: 1 ms forward, 2 ms backward, 0.4 MB out; a layer: 1 MB of weights, 1 ms a step.
-PROFILE = uniform_profile(
+#: A sample and layer: 1 ms forward, 2 ms backward, 0.4 MB out; a layer: 1 MB of weights, 1 ms a
+#: step, while averaging takes no time.
+UNIFORM = uniform_profile(
     4,
     forward_seconds=1e-3,
     backward_seconds=2e-3,
     output_bytes=400_000,
     parameter_bytes=1_000_000,
     step_seconds_per_byte=1e-9,
+)
+PROFILE = replace(
+    UNIFORM, optimizer_seconds_per_byte={**UNIFORM.optimizer_seconds_per_byte, "sgd": 0.0}
 )
 BATCHES = 2
 
@@ -82,7 +85,7 @@ JOBS = {
         job(3, 2, 2, 2e8, samples=6),
         job(2, 2, 2, 2e8, samples=8, averaging="asynchronous"),
     ],
-    4: [job(2, 4, 4, 1e9, samples=8), job(2, 4, 4, 3e8, samples=8, advance=2)],
+    3: [job(2, 3, 3, 3e8, samples=6, advance=1)],
 }
 
 
@@ -91,3 +94,23 @@ def test_streams_take_what_the_simulator_says(ranks: int) -> None:
     found = run_ranks(ranks, emulated, JOBS[ranks])
     for number, job in enumerate(JOBS[ranks]):
         assert [of[number] for of in found] == pytest.approx(simulated(job), abs=1e-6), number
+
+
+# -- mutants ----------------------------------------------------------------------------------
+
+
+def by_arrival() -> None:
+    """Ready is what has come, whenever it is due."""
+    GroupEndpoint._due = lambda self, action: 0  # type: ignore[method-assign]
+
+
+MUTANTS: dict[str, Callable[[], None]] = {"by arrival": by_arrival}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_another_choice_takes_another_time(mutant: str) -> None:
+    found = run_ranks(3, emulated, JOBS[3], mutant)
+    expected = [simulated(job) for job in JOBS[3]]
+    assert [list(of_job) for of_job in zip(*found, strict=True)] != [
+        pytest.approx(times, abs=1e-6) for times in expected
+    ]
