@@ -8,6 +8,9 @@ idle           waits for a message that its sender had not computed yet: the bub
 reduce         issuing reductions, and waiting for them before a step
 optimizer      the step itself, and averaging of parallel pipelines' copies
 overhead       the rest, so that the parts add up to the wall
+
+A rank of several streams waits for all of them when none can go on.  As in the simulator that wait
+belongs to the action that ends it, which begins with it.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ class Clocked(NamedTuple):
     end: int
     #: F, B, R: what the thread computed in between.
     cpu: int = 0
-    #: STEP: nanoseconds of it spent waiting for reductions.
+    #: NORM, STEP: nanoseconds of it spent waiting for reductions.
     waited: int = 0
 
 
@@ -107,6 +110,8 @@ def breakdown(
             total["communication"] += wall
         elif op == Op.REDUCE:
             total["reduce"] += wall
+        elif op == Op.NORM:
+            total["reduce"] += item.waited
         elif op == Op.NORM:
             total["reduce"] += item.waited
         elif op == Op.STEP:
