@@ -112,11 +112,9 @@ def breakdown(
             total["reduce"] += wall
         elif op == Op.NORM:
             total["reduce"] += item.waited
-        elif op == Op.NORM:
+        elif op in (Op.NORM, Op.STEP):
             total["reduce"] += item.waited
-        elif op == Op.STEP:
-            total["reduce"] += item.waited
-            total["optimizer"] += wall - item.waited
+            total["optimizer"] += wall - item.waited if op == Op.STEP else 0
         elif op == Op.AVERAGE:
             total["optimizer"] += wall
     wall = trace.end - trace.start
