@@ -44,13 +44,15 @@ class PlanChanges(Section):
     replicas: tuple[Count, ...] | None = None
     layers: tuple[Count, ...] | None = None
     micro_batches: Count | None = None
+    pipelines: Count | None = None
     recompute: bool | tuple[bool, ...] | None = None
     bucket_mb: float | None = Field(default=None, gt=0)
 
 
 class Plan(Section):
     """``replicas`` and ``layers`` of each stage: one, and as equal as can be, unless given;
-    ``recompute``: of all stages, or of each.
+    ``recompute``: of all stages, or of each.  ``pipelines``: parallel ones, which share each batch;
+    ``micro_batches``: of the share of one.
 
     ``bucket_mb``: megabytes (10⁶ bytes) of gradients that replicas reduce at a time, while the
     backward goes on.
@@ -60,6 +62,7 @@ class Plan(Section):
     replicas: tuple[Count, ...] | None = None
     layers: tuple[Count, ...] | None = None
     micro_batches: Count = 1
+    pipelines: Count = 1
     recompute: bool | tuple[bool, ...] = False
     bucket_mb: float = Field(default=25.0, gt=0)
 

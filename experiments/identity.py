@@ -37,13 +37,15 @@ COSMETIC = (
     ("launch", "rendezvous"),
 )
 
-#: Keys that configs did not always have: left out where they say nothing, so that earlier runs keep
-#: their names.
-LATER = (
-    ("model", "batch_norm"),
-    ("launch", "profile_hash"),
-    ("launch", "cluster_hash"),
-    ("launch", "truncation"),
+#: Keys that configs did not always have, with the value that says nothing: left out where they have
+#: it, so that earlier runs keep their names.  A section is meant wherever it occurs.
+LATER: tuple[tuple[str, str, object], ...] = (
+    ("model", "batch_norm", None),
+    ("launch", "profile_hash", None),
+    ("launch", "cluster_hash", None),
+    ("launch", "truncation", None),
+    ("plan", "pipelines", 1),
+    ("train", "start_from_reference", False),
 )
 
 
@@ -55,9 +57,6 @@ def config_hash(config: Config) -> str:
         for key in path:
             node = node[key]
         node.pop(last, None)
-    for section, later in LATER:
-        if document[section][later] is None:
-            del document[section][later]
     if config.system is not None:
         document["system"]["options"] = _options(config.system.name, config.system.options)
     if config.switch is not None:
@@ -71,16 +70,36 @@ def config_hash(config: Config) -> str:
         ):
             entry["options"] = _options(contender.system, contender.options)
             entry["plan"] = config.plan.changed(contender.plan).model_dump(mode="json")
+    _leave_out_later(document)
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _leave_out_later(document: dict[str, Any]) -> None:
+    """In place."""
+    for section, key, silent in LATER:
+        for node in _sections(document, section):
+            if node.get(key, silent) == silent:
+                node.pop(key, None)
+
+
+def _sections(document: Any, name: str) -> list[dict[str, Any]]:
+    """Every table of that name, however deep."""
+    if isinstance(document, list):
+        return [table for item in document for table in _sections(item, name)]
+    if not isinstance(document, dict):
+        return []
+    here = [document[name]] if isinstance(document.get(name), dict) else []
+    return here + [table for value in document.values() for table in _sections(value, name)]
+
+
 def _options(system: str, given: dict[str, Any]) -> dict[str, Any]:
-    """An option that is left out and its default written down are the same."""
+    """An option that is left out and its default written down are the same, as are 1 and 1.0."""
     if system not in SYSTEMS:
         return given
-    defaults = {name: default for name, (default, _) in system_options(system).items()}
-    return {**defaults, **given}
+    options = system_options(system)
+    defaults = {name: option.default for name, option in options.items()}
+    return defaults | {name: options[name].checked(value) for name, value in given.items()}
 
 
 def run_id(config: Config) -> str:

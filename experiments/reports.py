@@ -100,8 +100,7 @@ def systems_document() -> dict[str, Any]:
             "summary": system.summary,
             "source": system.paper,
             "options": {
-                option: {"default": default, "allowed": list(allowed)}
-                for option, (default, allowed) in system_options(name).items()
+                option: described.to_json() for option, described in system_options(name).items()
             },
         }
         for name, system in SYSTEMS.items()
@@ -118,15 +117,25 @@ def systems_text(document: Mapping[str, Any]) -> str:
     for system in document["systems"]:
         said = system.get("source") or f"peer of {system['peer_of']}"
         options = ", ".join(
-            f"{name} = {' | '.join(map(_toml, choice['allowed']))} (default "
-            f"{_toml(choice['default'])})"
-            for name, choice in system["options"].items()
+            f"{name} = {_values(option)} (default {_toml(option['default'])})"
+            for name, option in system["options"].items()
         )
         rows.append([system["name"], system["summary"], said, options])
     return columns(rows)
 
 
+def _values(option: Mapping[str, Any]) -> str:
+    """What an option takes: "A | B", "integer ≥ 0"."""
+    if "allowed" in option:
+        return " | ".join(map(_toml, option["allowed"]))
+    signs = {"at_least": "≥", "above": ">"}
+    limits = [f"{sign} {option[name]:g}" for name, sign in signs.items() if name in option]
+    return " ".join([option["kind"], *limits])
+
+
 def _toml(value: object) -> str:
+    if value is None:
+        return "by the plan"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -148,11 +157,12 @@ def schedule_document(
     stages: int,
     units: int,
     replicas: Sequence[int],
+    pipelines: int = 1,
     profile: Path | None = None,
 ) -> dict[str, Any]:
-    """``units`` micro-batches of one batch, or as many batches where they are not cut, under a
-    system, checked by the validator's rules.  Drawn with a layer a stage, or to scale with those of
-    a profile."""
+    """``units`` micro-batches of one batch (of each pipeline's share), or as many batches where
+    they are not cut, under a system, checked by the validator's rules.  Drawn with a layer a stage,
+    or to scale with those of a profile."""
     from runtimes.plan import Plan
     from runtimes.planning.profile import Profile
     from runtimes.schedule import validate
@@ -166,12 +176,15 @@ def schedule_document(
         whole = isinstance(system, UnflushedSystem)
         measured = None if profile is None else Profile.load(profile)
         layers = stages if measured is None else len(measured.layers)
-        plan = Plan.even(layers, stages, replicas, micro_batches=1 if whole else units)
+        plan = Plan.even(
+            layers, stages, replicas, micro_batches=1 if whole else units, pipelines=pipelines
+        )
         # As many samples as leave no replica without one, or the most of them that were profiled.
         size = math.lcm(*replicas)
         if measured is not None:
             size *= max(1, measured.largest_unit // size)
-        program = system.program(plan, (size,) * units if whole else (size * units,))
+        sizes = (size,) * units if whole else (size * units * pipelines,)
+        program = system.program(plan, sizes)
         validate(program, system.declared(plan))
         scale: dict[str, Any] = {}
         if measured is None:
@@ -190,9 +203,12 @@ def schedule_document(
         "stages": stages,
         "units": units,
         "replicas": list(replicas),
+        "pipelines": pipelines,
+        "warnings": list(system.warnings(plan)),
         "ranks": [
             {
                 "rank": stream.rank,
+                "pipeline": stream.pipeline,
                 "stage": plan.place(stream.rank)[0],
                 "replica": plan.place(stream.rank)[1],
                 "actions": [str(action) for action in stream],

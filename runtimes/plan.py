@@ -68,7 +68,8 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Stages in order; ``micro_batches`` units a batch (1: the unit is the mini-batch)."""
+    """Stages in order; ``micro_batches`` units a batch (1: the unit is the mini-batch), or, with
+    several parallel ``pipelines``, of the share that each of them has of a batch."""
 
     stages: tuple[StagePlan, ...]
     micro_batches: int = 1
@@ -135,6 +136,7 @@ class Plan:
         replicas: Sequence[int] | None = None,
         *,
         micro_batches: int = 1,
+        pipelines: int = 1,
         recompute: bool | Sequence[bool] = False,
         cuts: Sequence[int] = (),
     ) -> Plan:
@@ -150,7 +152,7 @@ class Plan:
             ranks = tuple(range(rank, rank + count))
             stages.append(StagePlan(first, first + size, ranks, recomputes, inside))
             first, rank = first + size, rank + count
-        return cls(tuple(stages), micro_batches)
+        return cls(tuple(stages), micro_batches, pipelines)
 
     @classmethod
     def even(
@@ -160,6 +162,7 @@ class Plan:
         replicas: Sequence[int] | None = None,
         *,
         micro_batches: int = 1,
+        pipelines: int = 1,
         recompute: bool | Sequence[bool] = False,
         cuts: Sequence[int] = (),
     ) -> Plan:
@@ -171,5 +174,10 @@ class Plan:
             )
         sizes = [high - low for low, high in split(layers, stages)]
         return cls.contiguous(
-            sizes, replicas, micro_batches=micro_batches, recompute=recompute, cuts=cuts
+            sizes,
+            replicas,
+            micro_batches=micro_batches,
+            pipelines=pipelines,
+            recompute=recompute,
+            cuts=cuts,
         )

@@ -18,11 +18,24 @@ from runtimes.schedule import (
     one_step_a_unit,
 )
 
-__all__ = ["Drain", "FlushSystem", "System", "UnflushedSystem", "evaluation_program"]
+__all__ = ["Drain", "Elastic", "FlushSystem", "System", "UnflushedSystem", "evaluation_program"]
 
 #: Where a pipeline drains: after every epoch, or only where the run asks for it (evaluation,
 #: checkpoint, switch, end).
 Drain = Literal["epoch", "run"]
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """How AVERAGE ties the copies of parallel pipelines to a reference.
+
+    ``alpha`` draws both sides to each other; ``centre_first``: a copy to the new reference, not the
+    old one; ``joint``: all copies at once, when all have made their step, not each when it has.
+    """
+
+    alpha: float
+    centre_first: bool = True
+    joint: bool = True
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,8 @@ class System(ABC):
     global_norm: ClassVar[bool] = True
     #: Whether whole batches go round a stage's replicas, instead of being shared by them.
     rounds: ClassVar[bool] = False
+    #: Whether several pipelines may share the devices.
+    parallel: ClassVar[bool] = False
 
     @abstractmethod
     def compute_order(
@@ -68,6 +83,10 @@ class System(ABC):
         """What the learning rate is multiplied by at a stage."""
         return 1.0
 
+    def elastic(self, plan: Plan) -> Elastic | None:
+        """How the plan's pipelines are averaged; None: a rank keeps no reference beside them."""
+        return None
+
     @property
     def period(self) -> int:
         """After how many updates what a segment does repeats, whatever drains in between."""
@@ -87,10 +106,27 @@ class System(ABC):
         """Whether activations are sent and received as of Program.rendezvous."""
         return False
 
+    def averages(self, plan: Plan, update: int) -> bool:
+        """Whether the plan's pipelines are averaged after that update of the run."""
+        return self.elastic(plan) is not None and (update + 1) % self.period == 0
+
+    def warnings(self, plan: Plan) -> tuple[str, ...]:
+        """What can be run, but should not be without a second look; a sentence each."""
+        return ()
+
     def check(self, plan: Plan) -> None:
         """ValueError, naming value, limit and way out, if the system cannot run the plan."""
-        if plan.pipelines != 1:
-            raise ValueError(f"{self.name} has one pipeline, not {plan.pipelines}")
+        if plan.pipelines != 1 and not self.parallel:
+            raise ValueError(
+                f"{self.name} has one pipeline, but plan.pipelines is {plan.pipelines}: set it to 1"
+            )
+        elastic, replicas = self.elastic(plan), max(stage.replicas for stage in plan.stages)
+        if elastic is not None and not elastic.joint and replicas > 1:
+            # Each copy's averaging has its place in an order, which replicas would have to share.
+            raise ValueError(
+                f"asynchronous averaging at a stage of {replicas} replicas, whose orders would "
+                'differ: use one replica a stage, or averaging = "synchronous"'
+            )
 
     def program(
         self,
@@ -110,6 +146,7 @@ class System(ABC):
                 'clip by: set optimizer.clip_by = "stage"'
             )
         batches = Batches(sizes, plan.micro_batches, plan.pipelines, self.rounds)
+        elastic = self.elastic(plan)
         return lower(
             self.compute_order(plan, batches, carried=carried, norm=norm, phase=phase),
             plan,
@@ -117,6 +154,8 @@ class System(ABC):
             blocking_reduce=self.blocking_reduce,
             rendezvous=self.rendezvous,
             carried=carried,
+            joint_average=elastic is None or elastic.joint,
+            phase=phase,
         )
 
 
@@ -135,13 +174,19 @@ class FlushSystem(System):
         self, plan: Plan, batches: Batches, *, carried: int, norm: bool, phase: int
     ) -> Order:
         stages = len(plan.stages)
-        return flush(batches, lambda stage, units: self.warm_up(stage, stages, units), norm=norm)
+        return flush(
+            batches,
+            lambda stage, units: self.warm_up(stage, stages, units),
+            norm=norm,
+            averaged=lambda update: self.averages(plan, phase + update),
+        )
 
     def declared(self, plan: Plan, *, carried: int = 0) -> Declared:
         stages, units = len(plan.stages), plan.micro_batches
         return Declared(
             delay=lambda stage, update: 0,
             in_flight=lambda stage: self.warm_up(stage, stages, units),
+            averages=lambda update: self.averages(plan, update),
         )
 
 

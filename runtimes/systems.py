@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 from runtimes.ashpipe import AshPipe
+from runtimes.avgpipe import AvgPipe
 from runtimes.dapple import Dapple
 from runtimes.dp import DataParallel
 from runtimes.gpipe import GPipe
+from runtimes.options import Option, options_of
 from runtimes.pipedream import PipeDream
 from runtimes.pipedream_2bw import PipeDream2BW
 from runtimes.system import System
@@ -19,7 +20,7 @@ __all__ = ["PEERS", "SYSTEMS", "get_system", "schedule_of", "system_options"]
 
 SYSTEMS: dict[str, type[System]] = {
     system.name: system
-    for system in (DataParallel, GPipe, Dapple, PipeDream, PipeDream2BW, AshPipe)
+    for system in (DataParallel, GPipe, Dapple, PipeDream, PipeDream2BW, AvgPipe, AshPipe)
 }
 
 #: Implementations of others that run on the same model and data: (summary, our counterpart).
@@ -30,19 +31,14 @@ PEERS: dict[str, tuple[str, str]] = {
 }
 
 
-def system_options(name: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """option → (default, allowed values) of one of our systems."""
-    hints = get_type_hints(SYSTEMS[name])
-    options = {}
-    for item in fields(SYSTEMS[name]):
-        hint = hints[item.name]
-        allowed = get_args(hint) if get_origin(hint) is Literal else (True, False)
-        options[item.name] = (item.default, allowed)
-    return options
+def system_options(name: str) -> dict[str, Option]:
+    """By name, the options of one of our systems."""
+    return options_of(SYSTEMS[name])
 
 
 def get_system(name: str, options: Mapping[str, Any] | None = None) -> System:
-    """The system of that name with these options; ValueError for an unknown name or option."""
+    """The system of that name with these options; ValueError for an unknown name or option, or a
+    value that an option does not take."""
     if name not in SYSTEMS:
         near = difflib.get_close_matches(name, [*SYSTEMS, *PEERS], 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -50,15 +46,17 @@ def get_system(name: str, options: Mapping[str, Any] | None = None) -> System:
         if name in PEERS:
             raise ValueError(f"{name} is a peer: it runs, but has no schedule of ours to show")
         raise ValueError(f"unknown system {name!r}{hint} (known: {known})")
-    allowed = system_options(name)
+    known_options = system_options(name)
+    values = {}
     for key, value in (options or {}).items():
-        if key not in allowed:
-            known = ", ".join(allowed) or "none"
+        if key not in known_options:
+            known = ", ".join(known_options) or "none"
             raise ValueError(f"{name} has no option {key!r} (its options: {known})")
-        if not any(value is choice or value == choice for choice in allowed[key][1]):
-            choices = ", ".join(repr(choice) for choice in allowed[key][1])
-            raise ValueError(f"{name}: {key} = {value!r}, but it is one of {choices}")
-    return SYSTEMS[name](**(options or {}))
+        try:
+            values[key] = known_options[key].checked(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return SYSTEMS[name](**values)
 
 
 def schedule_of(name: str, options: Mapping[str, Any]) -> System:

@@ -16,7 +16,7 @@ __all__ = ["BUSY", "Cut", "Evidence", "Timed", "Timeline", "batch_of", "nanoseco
 Evidence = Literal["measured", "emulated", "simulated"]
 
 #: What a rank is there for.  The rest of its time it sends, waits for a message, or does nothing.
-BUSY = COMPUTE | {Op.REDUCE, Op.NORM, Op.STEP}
+BUSY = COMPUTE | {Op.REDUCE, Op.NORM, Op.STEP, Op.AVERAGE}
 
 
 class Timed(NamedTuple):
@@ -89,7 +89,8 @@ class Timeline:
         return max((items[-1].end_seconds for items in self.ranks if items), default=0.0)
 
     def idle_shares(self) -> list[float]:
-        """Of each rank, the share of the time in which it neither computed, reduced nor stepped.
+        """Of each rank, the share of the time in which it neither computed, reduced, stepped nor
+        averaged.
 
         Counted up to the cut, where there is one: what ranks did after it is not all known.
         """
@@ -113,7 +114,7 @@ def nanoseconds(seconds: float) -> int:
 def batch_of(action: Action, batches: Batches, replicas: int) -> int:
     """The batch that an action of a stage of so many replicas belongs to, counted in the segment;
     of an update that takes several, the last."""
-    if action.op not in (Op.REDUCE, Op.NORM, Op.STEP):
+    if action.op not in (Op.REDUCE, Op.NORM, Op.STEP, Op.AVERAGE):
         return batches.batch(action.unit)
     if not batches.rounds:
         return action.unit

@@ -27,7 +27,9 @@ class RandomOrder(System):
     summary = "for tests"
     paper = "none"
 
-    def compute_order(self, plan: Plan, batches: Batches, *, carried: int, norm: bool) -> Order:
+    def compute_order(
+        self, plan: Plan, batches: Batches, *, carried: int, norm: bool, phase: int
+    ) -> Order:
         def stage_order(pipeline: int, stage: int, replica: int) -> Iterator[Compute]:
             dice = random.Random(f"{self.seed} {stage}")
             for update in range(len(batches.sizes)):
@@ -63,19 +65,26 @@ def fitting_plan(system: System, plan: Plan) -> Plan:
         micro_batches = 1
     elif system.name == "pipedream_2bw":
         micro_batches, replicas = max(stages, micro_batches), [max(replicas)] * stages
+    elif getattr(system, "averaging", None) == "asynchronous":
+        replicas = [1] * stages
     recompute = plan.stages[0].recompute
     return Plan.even(
         plan.layers,
         stages,
         replicas,
         micro_batches=micro_batches,
+        pipelines=plan.pipelines if system.parallel else 1,
         recompute=recompute,
         cuts=cuts,
     )
 
 
 def random_plan(
-    dice: random.Random, layers: int, most_stages: int = 4, most_ranks: int = 8
+    dice: random.Random,
+    layers: int,
+    most_stages: int = 4,
+    most_ranks: int = 8,
+    most_pipelines: int = 1,
 ) -> Plan:
     stages = dice.randint(1, min(most_stages, layers))
     replicas = [1] * stages
@@ -87,6 +96,7 @@ def random_plan(
         stages,
         replicas,
         micro_batches=dice.randint(1, 6),
+        pipelines=dice.randint(1, most_pipelines),
         recompute=dice.random() < 0.3,
         cuts=cuts,
     )

@@ -22,26 +22,29 @@ al. 2015; that it follows the local step, and the forms, are our reading of the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from runtimes.avgpipe.stability import is_stable, stable_strengths
+from runtimes.options import Limits
 from runtimes.plan import Plan
-from runtimes.schedule import Batches, Order, flush, warm_up
-from runtimes.system import FlushSystem
+from runtimes.schedule import warm_up
+from runtimes.system import Elastic, FlushSystem
 
 __all__ = ["AvgPipe"]
 
 
 @dataclass(frozen=True)
 class AvgPipe(FlushSystem):
-    advance: int = 0
+    advance: Annotated[int, Limits(at_least=0)] = 0
     form: Literal["centre-first", "symmetric"] = "centre-first"
     averaging: Literal["synchronous", "asynchronous"] = "synchronous"
-    alpha: float | None = None
-    every: int = 1
+    alpha: Annotated[float | None, Limits(above=0)] = None
+    every: Annotated[int, Limits(at_least=1)] = 1
 
     name = "avgpipe"
     summary = "parallel pipelines tied by elastic averaging, forwards in advance"
     paper = "AvgPipe, PPoPP'23"
+    parallel = True
 
     def warm_up(self, stage: int, stages: int, units: int) -> int:
         return warm_up(stage, stages, units, advance=self.advance)
@@ -54,23 +57,19 @@ class AvgPipe(FlushSystem):
         """α."""
         return 1 / plan.pipelines if self.alpha is None else self.alpha
 
-    def compute_order(
-        self, plan: Plan, batches: Batches, *, carried: int, norm: bool, phase: int
-    ) -> Order:
-        stages = len(plan.stages)
-        return flush(
-            batches,
-            lambda stage, units: self.warm_up(stage, stages, units),
-            norm=norm,
-            averaged=lambda update: (phase + update + 1) % self.every == 0,
-        )
+    def elastic(self, plan: Plan) -> Elastic | None:
+        """None where the reference would always be the only copy."""
+        alpha, centre_first = self.strength(plan), self.form == "centre-first"
+        if plan.pipelines == 1 and alpha == 1 and centre_first and self.every == 1:
+            return None
+        return Elastic(alpha, centre_first, joint=self.averaging == "synchronous")
 
-    def check(self, plan: Plan) -> None:
-        """Any number of pipelines; asynchronous averaging has an order, which replicas of a stage
-        would have to agree on."""
-        if self.averaging == "asynchronous" and any(stage.replicas > 1 for stage in plan.stages):
-            replicas = max(stage.replicas for stage in plan.stages)
-            raise ValueError(
-                f"asynchronous averaging at a stage of {replicas} replicas, whose orders would "
-                'differ: use one replica a stage, or averaging = "synchronous"'
-            )
+    def warnings(self, plan: Plan) -> tuple[str, ...]:
+        copies, elastic = plan.pipelines, self.elastic(plan)
+        if elastic is None or is_stable(elastic, copies):
+            return ()
+        return (
+            f"alpha = {elastic.alpha:g} is outside the range in which {self.averaging} averaging "
+            f"of {copies} copies in the {self.form} form is stable: "
+            f"{stable_strengths(elastic, copies)}",
+        )

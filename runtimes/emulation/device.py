@@ -115,6 +115,19 @@ class Device:
             real = self._sleep(end)
         self._settle(end, real)
 
+    def rest(self, arrival: Callable[[float], bool], seconds: float, due: int | None) -> None:
+        """Until ``due``, which has not come yet, or until something arrives before, but for
+        ``seconds`` at most.  ``arrival`` sleeps so long and says whether something has."""
+        real = self._clock()
+        if due is None or due > real:
+            if arrival(seconds if due is None else min(seconds, (due - real) / 1e9)) or due is None:
+                return
+            real = self._clock()
+            self.waits += 1
+            self.late += real - due
+        if due <= real:
+            self._settle(due, real)
+
     def _sleep(self, deadline: int) -> int:
         self._sleep_until(deadline)
         real = self._clock()

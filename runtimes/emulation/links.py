@@ -11,14 +11,15 @@ later: all ranks read one clock, so they are on one host.  Every port is in a ta
 share (``runtimes.emulation.ports``), the one that the devices of a node share too.  Places in a
 queue are taken in the order of the sends.
 
-A reduction begins when the last rank has joined it and the one before it in the group is over,
-and takes ``Cluster.all_reduce_seconds``; it neither slows down messages nor is slowed down by
-them.  ``Cluster.action_seconds`` are what the real runtime takes here by itself.
+A reduction begins when the last rank has joined it and the one before it in the group (which is of
+one pipeline) is over, and takes ``Cluster.all_reduce_seconds``; it neither slows down messages nor
+is slowed down by them, or by another pipeline's.  ``Cluster.action_seconds`` are what the real
+runtime takes here by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -39,14 +40,16 @@ __all__ = ["Delays", "Joined"]
 _HEADER_BYTES = 8
 
 
-@dataclass(frozen=True)
+@dataclass
 class Joined:
-    """A reduction under way: the latest of the times at which ranks joined it, and its cost."""
+    """A reduction under way: the latest of the times at which ranks joined it, and its cost;
+    ``end``: when it is over, once that is known."""
 
     work: dist.Work
     latest: Tensor
-    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
     nanoseconds: int
+    end: int | None = None
 
 
 class Delays:
@@ -60,8 +63,8 @@ class Delays:
         self._cluster, self._plan, self._rank = cluster, plan, rank
         self._device, self._profile = device, profile
         self._ports = Ports(cluster, plan.world_size)
-        #: By group of ranks: when its last reduction is over.
-        self._over: dict[tuple[int, ...], int] = {}
+        #: By group: when its last reduction is over.
+        self._over: dict[dist.ProcessGroup, int] = {}
 
     # -- messages --------------------------------------------------------------------------
 
@@ -99,6 +102,10 @@ class Delays:
         size, now = self._message_bytes(action, tensor), self._device.now()
         self._device.sleep_until(max(due, now + self._transfer(size, self._rank, receiver)), now)
 
+    def due(self, message: Tensor) -> int:
+        """When what was received is there."""
+        return int(message[: _HEADER_BYTES // message.dtype.itemsize].view(torch.int64))
+
     def opened(
         self,
         action: Action,
@@ -110,9 +117,8 @@ class Delays:
     ) -> Tensor:
         """The message's tensor, when it is there.  ``since``: when the rank began to wait for it.
         ``posted``: a transfer does not begin before its receive was posted then."""
-        header = _HEADER_BYTES // message.dtype.itemsize
-        due = int(message[:header].view(torch.int64))
-        tensor = message[header:].view(*shape)
+        due = self.due(message)
+        tensor = message[_HEADER_BYTES // message.dtype.itemsize :].view(*shape)
         if posted is not None:
             size = self._message_bytes(action, tensor)
             due = max(due, posted + self._transfer(size, sender, self._rank))
@@ -126,6 +132,14 @@ class Delays:
         before = action.op in (Op.RECV_ACT, Op.SEND_GRAD)
         return self._profile.boundaries[stage.first if before else stage.last] * len(tensor)
 
+    def rest(self, arrival: Callable[[float], bool], seconds: float, due: int | None) -> None:
+        """As of :meth:`Device.rest`."""
+        self._device.rest(arrival, seconds, due)
+
+    def rested(self, due: int, since: int) -> None:
+        """What was waited for from ``since`` on was there when it was due, however late it came."""
+        self._device.sleep_until(due, since)
+
     # -- reductions ------------------------------------------------------------------------
 
     def join(
@@ -136,14 +150,19 @@ class Delays:
         work = dist.all_reduce(latest, dist.ReduceOp.MAX, group=group, async_op=True)
         assert work is not None
         seconds = self._cluster.all_reduce_seconds(ranks, size, calls)
-        return Joined(work, latest, tuple(ranks), round(seconds * 1e9))
+        return Joined(work, latest, group, round(seconds * 1e9))
 
     def over(self, joined: Joined, since: int) -> None:
-        """Wait for the end of a reduction; its work is done, and those before it are over.
-        ``since``: when the rank began to wait for it."""
-        begin = max(int(joined.latest), self._over.get(joined.ranks, 0))
-        self._over[joined.ranks] = begin + joined.nanoseconds
-        self._device.sleep_until(self._over[joined.ranks], since)
+        """Wait for the end of a reduction, as of :meth:`end`.  ``since``: when the rank began to
+        wait for it."""
+        self._device.sleep_until(self.end(joined), since)
+
+    def end(self, joined: Joined) -> int:
+        """When a reduction is over; its work is done, and the end of those before it known."""
+        if joined.end is None:
+            begin = max(int(joined.latest), self._over.get(joined.group, 0))
+            self._over[joined.group] = joined.end = begin + joined.nanoseconds
+        return joined.end
 
     def part_bytes(self, action: Action, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
         """Real bytes, and number of real tensors, of each of the ``tensors`` that an action

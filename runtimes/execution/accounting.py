@@ -1,6 +1,7 @@
 """Bytes that the ranks of this process hold, counted from the storages of their real tensors.
 
-weights      every version, sets that wait to hold a later one, frozen parameters, buffers
+weights      every version, sets that wait to hold a later one, frozen parameters, buffers; of
+             every copy, and the reference
 gradients    accumulated, taken and not yet stepped, and the buckets that are being reduced
 optimizer    state
 activations  what autograd saved for the backwards of units in flight, their inputs and outputs,
@@ -18,7 +19,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -62,14 +62,11 @@ class Peak:
 
 def held(worker: Worker, saved: Iterator[Tensor] | Sequence[Tensor] = ()) -> dict[str, int]:
     """Bytes of each kind that the worker's rank holds; ``saved``: tensors that autograd saved."""
-    versions, flights = worker.versions, worker.flights.values()
+    flights = worker.flights.values()
     kinds: tuple[tuple[str, Iterator[Tensor | None]], ...] = (
-        ("weights", iter((*versions.parameters(), *worker.constants.values()))),
+        ("weights", worker.copies.tensors()),
         ("gradients", _gradients(worker)),
-        (
-            "optimizer",
-            (v for s in versions.optimizer.state.values() for v in s.values() if _is_tensor(v)),
-        ),
+        ("optimizer", _optimizer_state(worker)),
         ("activations", iter((*saved, *(t for f in flights for t in f.activations())))),
         (
             "messages",
@@ -89,14 +86,16 @@ def held(worker: Worker, saved: Iterator[Tensor] | Sequence[Tensor] = ()) -> dic
     return found
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
+def _optimizer_state(worker: Worker) -> Iterator[Tensor]:
+    for copy in worker.copies:
+        for state in copy.versions.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def _gradients(worker: Worker) -> Iterator[Tensor | None]:
-    for parameter in worker.versions.parameters():
-        yield parameter.grad
-    yield from worker.updates.gradients()
+    for copy in worker.copies:
+        yield from (parameter.grad for parameter in copy.versions.parameters())
+        yield from copy.updates.gradients()
     yield from worker.endpoint.reductions()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from runtimes.execution.engine import merged
 from runtimes.execution.team import Team
 from runtimes.manifest import Manifest, read_manifest, write_manifest
 
@@ -52,10 +53,9 @@ def load_state(run_dir: Path) -> tuple[int, dict[str, Any]] | None:
     manifest = read_manifest(run_dir)
     if manifest is None:
         return None
-    merged: dict[str, Any] = {"weights": {}, "optimizer": {}, "stash": {}}
-    for name in manifest.files:
-        file = run_dir / "checkpoint" / str(manifest.step) / name
-        share = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        for kind, values in merged.items():
-            values.update(share.get(kind, {}))
-    return manifest.step, merged
+    directory = run_dir / "checkpoint" / str(manifest.step)
+    shares = (
+        torch.load(directory / name, map_location="cpu", weights_only=True, mmap=True)
+        for name in manifest.files
+    )
+    return manifest.step, merged(shares)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
-__all__ = ["Accuracy", "Engine", "Feed", "Segment", "SegmentReport"]
+__all__ = ["Accuracy", "Engine", "Feed", "Segment", "SegmentReport", "added", "merged"]
 
 
 class Feed(Protocol):
@@ -42,22 +42,63 @@ class Segment:
 @dataclass
 class SegmentReport:
     """What one rank saw of a segment.  ``losses[step]`` is this rank's share of the update's loss,
-    already divided by the samples of the global batch: the shares of all ranks add up to it."""
+    already divided by the samples of the global batch: the shares of all ranks add up to it.
+
+    Of parallel pipelines: ``pipeline_losses[step]``, by pipeline, shares of the mean over that
+    pipeline's part of the batch; ``squared_distances``, the squares of each copy's distance to the
+    reference at the end, over this rank's parameters, on one replica of a stage; ``averaged``, the
+    pipelines of its averagings in their order, where each makes its own.
+    """
 
     wall_s: float
     losses: dict[int, float] = field(default_factory=dict)
     breakdown: dict[str, float] = field(default_factory=dict)
     live_versions: int = 1
     peak_in_flight: int = 0
+    pipeline_losses: dict[int, dict[int, float]] = field(default_factory=dict)
+    squared_distances: list[float] = field(default_factory=list)
+    averaged: list[int] | None = None
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """This rank's share of an evaluation; the shares of all ranks add up to the whole."""
+    """This rank's share of an evaluation; the shares of all ranks add up to the whole.
+
+    ``mean``: where parallel pipelines are tied to a reference, which is what was evaluated, the
+    same of the mean of their copies.
+    """
 
     correct: int = 0
     loss_sum: float = 0.0
     samples: int = 0
+    mean: Accuracy | None = None
+
+
+def added(shares: Sequence[Accuracy]) -> Accuracy:
+    """The whole, of which these are the shares."""
+    means = [share.mean for share in shares if share.mean is not None]
+    return Accuracy(
+        sum(share.correct for share in shares),
+        sum(share.loss_sum for share in shares),
+        sum(share.samples for share in shares),
+        added(means) if means else None,
+    )
+
+
+def merged(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The whole state, as of Engine.state, of which ``states`` are what ranks own."""
+    whole: dict[str, Any] = {"weights": {}, "optimizer": {}, "stash": {}}
+    for state in states:
+        _merge(whole, state)
+    return whole
+
+
+def _merge(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
+    for key, value in part.items():
+        if isinstance(value, Mapping):
+            _merge(whole.setdefault(key, {}), value)
+        else:
+            whole[key] = value
 
 
 class Engine(Protocol):
@@ -72,7 +113,10 @@ class Engine(Protocol):
         """{"weights": {parameter name of the whole model: Tensor},
         "optimizer": {parameter name: {state name: Tensor or number}},
         "stash": {parameter name: Tensor} of the version before, for systems that carry it over}
-        of what this rank owns; empty on ranks whose copy another rank stores."""
+        of what this rank owns; empty on ranks whose copy another rank stores.
+
+        Of parallel pipelines "weights" are the reference's, which has no optimizer state, and
+        "copies": {pipeline, as text: {"weights": …, "optimizer": …}} are beside them."""
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over what this rank needs of a merged state."""

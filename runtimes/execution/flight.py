@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from runtimes.schedule.action import Op
@@ -20,7 +19,8 @@ __all__ = ["Flight"]
 class Flight:
     """From the first message or computation of a unit to the last."""
 
-    parameters: dict[str, torch.nn.Parameter]
+    parameters: Mapping[str, Tensor]
+    pipeline: int
     step: int
     samples: np.ndarray[Any, Any]
     first: int  #: Of the samples, counted within the unit.

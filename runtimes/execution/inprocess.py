@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from runtimes.execution.engine import Accuracy, Feed, Segment, SegmentReport
+from runtimes.execution.engine import Accuracy, Feed, Segment, SegmentReport, added, merged
 from runtimes.execution.worker import Worker
 from runtimes.job import Job, Task
 from runtimes.model.batch_norm import average_copies
@@ -179,12 +180,14 @@ class InProcess:
             for rank in range(task.plan.world_size)
         ]
 
-    def run(self, program: Program, first_step: int, feed: Feed | None = None) -> float:
-        """Run any program on these workers; seconds of wall time."""
+    def run(
+        self, program: Program, first_step: int, feed: Feed | None = None, *, mean: bool = False
+    ) -> float:
+        """Run any program on these workers; seconds of wall time.  ``mean`` as of Worker."""
         begin = perf_counter()
         self.box.squares.clear()
         for worker in self.workers:
-            worker.start(program, first_step, feed)
+            worker.start(program, first_step, feed, mean=mean)
         run_program(self.workers)
         left = [key for key, queue in self.box.queues.items() if queue]
         assert not left, f"messages that nobody received: {left}"
@@ -192,49 +195,48 @@ class InProcess:
 
     def train(self, segment: Segment) -> list[SegmentReport]:
         program = self.system.program(
-            self.plan, segment.batches, carried=self.workers[0].carried, norm=self.norm
+            self.plan,
+            segment.batches,
+            carried=self.workers[0].copies.carried,
+            norm=self.norm,
+            phase=segment.first % self.system.period,
         )
         wall = self.run(program, segment.first)
         self._average_running()
-        return [
-            SegmentReport(
-                wall_s=wall,
-                losses=worker.loss_shares(),
-                live_versions=worker.versions.most_live,
-                peak_in_flight=worker.peak_in_flight,
-            )
-            for worker in self.workers
-        ]
+        return [worker.report(wall) for worker in self.workers]
 
     def _average_running(self) -> None:
         for stage in self.plan.stages:
-            average_copies([self.workers[rank].running for rank in stage.ranks])
+            for pipeline in range(self.plan.pipelines):
+                average_copies(
+                    [self.workers[rank].copies[pipeline].running for rank in stage.ranks]
+                )
 
     def evaluate(self, feed: Feed, samples: int, batch_size: int) -> Accuracy:
-        self.run(evaluation_program(self.plan, samples, batch_size), 0, feed)
-        shares = [worker.accuracy() for worker in self.workers]
-        return Accuracy(
-            sum(share.correct for share in shares),
-            sum(share.loss_sum for share in shares),
-            sum(share.samples for share in shares),
-        )
+        program = evaluation_program(self.plan, samples, batch_size)
+        # First, so that what is bound when it is over is not a set of its own.
+        mean = self._evaluate(program, feed, mean=True) if self._tied else None
+        return replace(self._evaluate(program, feed), mean=mean)
+
+    @property
+    def _tied(self) -> bool:
+        return self.workers[0].copies.averaging is not None
+
+    def _evaluate(self, program: Program, feed: Feed, *, mean: bool = False) -> Accuracy:
+        self.run(program, 0, feed, mean=mean)
+        return added([worker.accuracy() for worker in self.workers])
 
     @property
     def last_gradients(self) -> dict[str, Tensor]:
-        """Of the last update, reduced, by parameter name (with ``keep_gradients``)."""
-        merged: dict[str, Tensor] = {}
+        """Of pipeline 0's last update, reduced, by parameter name (with ``keep_gradients``)."""
+        found: dict[str, Tensor] = {}
         for worker in self.workers:
-            merged |= worker.last_gradients
-        return merged
+            found |= worker.copies[0].updates.last_gradients
+        return found
 
     def state(self) -> dict[str, Any]:
-        merged: dict[str, Any] = {"weights": {}, "optimizer": {}, "stash": {}}
-        for worker in self.workers:
-            share = worker.state()
-            for kind in merged:
-                merged[kind] |= share[kind]
-        return merged
+        return merged([worker.copies.state() for worker in self.workers])
 
     def load(self, state: Mapping[str, Any]) -> None:
         for worker in self.workers:
-            worker.load(state, carried=bool(state.get("stash")))
+            worker.copies.load(state, carried=bool(state.get("stash")))

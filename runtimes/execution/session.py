@@ -15,7 +15,8 @@ import torch.distributed as dist
 from runtimes.emulation.device import Device, sharp_timers
 from runtimes.emulation.layers import EmulatedStack
 from runtimes.execution.benchmark import run_benchmark
-from runtimes.execution.distributed import ActionTimeoutError, DistributedEngine
+from runtimes.execution.distributed import DistributedEngine
+from runtimes.execution.endpoint import ActionTimeoutError
 from runtimes.execution.engine import Engine
 from runtimes.execution.feed import ArrayFeed
 from runtimes.execution.inprocess import InProcess

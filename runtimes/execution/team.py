@@ -15,6 +15,7 @@ from runtimes.execution.collection import collect
 from runtimes.execution.engine import Accuracy, Engine, Feed, Segment, SegmentReport
 from runtimes.execution.handover import redistribute
 from runtimes.execution.inprocess import InProcess
+from runtimes.execution.starting import untied
 from runtimes.model.stack import LayerStack
 from runtimes.plan import Plan
 from runtimes.timeline import Timeline
@@ -92,7 +93,7 @@ class DistributedTeam:
     def hand_over(self, plan: Plan) -> Mapping[str, Any]:
         stages = [self._stack.tensor_names(stage.first, stage.last) for stage in plan.stages]
         needs = [stages[plan.place(rank)[0]] for rank in range(plan.world_size)]
-        state = redistribute(self._engine.state(), needs, self.process, self._device)
+        state = redistribute(untied(self._engine.state()), needs, self.process, self._device)
         self._engine.close()
         return state
 
@@ -126,7 +127,7 @@ class InProcessTeam:
         self._engine.load(state)
 
     def hand_over(self, plan: Plan) -> Mapping[str, Any]:
-        return self._engine.state()
+        return untied(self._engine.state())
 
     def gather(self, value: T) -> list[T]:
         return [value]

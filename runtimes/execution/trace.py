@@ -6,8 +6,11 @@ interference   wall − compute inside them: what background transfers (or neigh
 communication  sends, and waits for a message after its sender had computed it
 idle           waits for a message that its sender had not computed yet: the bubble
 reduce         issuing reductions, and waiting for them before a step
-optimizer      the step itself
+optimizer      the step itself, and averaging of parallel pipelines' copies
 overhead       the rest, so that the parts add up to the wall
+
+A rank of several streams waits for all of them when none can go on.  As in the simulator that wait
+belongs to the action that ends it, which begins with it.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ class Clocked(NamedTuple):
     end: int
     #: F, B, R: what the thread computed in between.
     cpu: int = 0
-    #: STEP: nanoseconds of it spent waiting for reductions.
+    #: NORM, STEP: nanoseconds of it spent waiting for reductions.
     waited: int = 0
 
 
@@ -107,9 +110,13 @@ def breakdown(
             total["communication"] += wall
         elif op == Op.REDUCE:
             total["reduce"] += wall
-        elif op == Op.STEP:
+        elif op == Op.NORM:
             total["reduce"] += item.waited
-            total["optimizer"] += wall - item.waited
+        elif op in (Op.NORM, Op.STEP):
+            total["reduce"] += item.waited
+            total["optimizer"] += wall - item.waited if op == Op.STEP else 0
+        elif op == Op.AVERAGE:
+            total["optimizer"] += wall
     wall = trace.end - trace.start
     total["overhead"] = wall - sum(total.values())
     return {name: value / 1e9 for name, value in total.items()} | {"wall": wall / 1e9}

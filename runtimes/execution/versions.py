@@ -50,6 +50,11 @@ class WeightVersions:
     def current(self) -> dict[str, Parameter]:
         return self._sets[self.latest]
 
+    def idle(self) -> dict[str, Parameter]:
+        """The latest version, to be written in place: no unit in flight may use it."""
+        assert not self._users[self.latest], f"units of version {self.latest} are in flight"
+        return self.current
+
     def parameters(self) -> Iterator[Parameter]:
         """Of all sets, also of those that only wait to hold a later version."""
         for weights in (*self._sets.values(), *self._free):

@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from runtimes.execution.copies import Copies, Weights
 from runtimes.execution.criterion import cross_entropy_sum
-from runtimes.execution.engine import Accuracy, Feed
+from runtimes.execution.engine import Accuracy, Feed, SegmentReport
 from runtimes.execution.flight import Flight
-from runtimes.execution.optimizer import build_optimizer
 from runtimes.execution.precision import autocast, dtype_of, synchronize
 from runtimes.execution.trace import Trace
 from runtimes.execution.transport import Endpoint
-from runtimes.execution.updates import StageUpdates
-from runtimes.execution.versions import WeightVersions
 from runtimes.job import Job, Task
 from runtimes.model.stack import LayerStack
 from runtimes.schedule.action import COMPUTE, RECEIVES, Action, Op
+from runtimes.schedule.joining import Joining
 from runtimes.schedule.program import Program
 from runtimes.system import System
 
@@ -71,37 +69,25 @@ class Worker:
         self.module = stack.stage(first, last, job.seed)
         # In the order of the forward: the backward's parts, turned round.
         self.parts = [self.module.part(*part) for part in self.stage.parts[::-1]]
-        weights = stack.initial_weights(first, last, job.seed, self.device, self.dtype)
-        trained = {
-            self.module.names[local]
-            for local, parameter in self.module.named_parameters()
-            if parameter.requires_grad
-        }
-        #: Buffers and frozen parameters: one copy, whatever the version; of the buffers forwards
-        #: change some.
-        self.constants = {name: w for name, w in weights.items() if name not in trained}
-        self.running = {name: self.constants[name] for name in self.module.running}
-        self.versions = WeightVersions(
-            {name: w for name, w in weights.items() if name in trained},
-            self._optimizer,
-            retain=system.retained(self.plan, self.stage_index),
-        )
-        self.updates = StageUpdates(
+        self.copies = Copies(
             job,
             self.plan,
             rank,
             system,
             endpoint,
-            self.versions,
-            [[n for n in part.names.values() if n in trained] for part in self.parts[::-1]],
+            self.module,
+            self.parts,
+            stack.initial_weights(first, last, job.seed, self.device, self.dtype),
             len(feed.batch_sizes()),
             keep_gradients=keep_gradients,
         )
-        self._bound: dict[str, torch.nn.Parameter] | None = None
+        self._bound: Weights | None = None
+        self._evaluated = self.copies[0].current
         self.is_first = self.stage_index == 0
         self.is_last = self.stage_index == len(self.plan.stages) - 1
         self.trace = Trace(busy_ns=self.module.busy_ns)
-        self.losses: dict[int, Tensor] = {}
+        #: By update and pipeline.
+        self.losses: dict[tuple[int, int], Tensor] = {}
         self.correct = torch.zeros((), dtype=torch.int64, device=self.device)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.evaluated = 0
@@ -118,46 +104,57 @@ class Worker:
             Op.SEND_GRAD: self._send_gradient,
             Op.RECV_ACT: self._receive,
             Op.RECV_GRAD: self._receive,
-            Op.REDUCE: self.updates.reduce,
-            Op.NORM: self.updates.norm,
-            Op.STEP: self.updates.step,
+            Op.REDUCE: lambda action: self.copies[action.pipeline].updates.reduce(action),
+            Op.NORM: lambda action: self.copies[action.pipeline].updates.norm(action),
+            Op.STEP: lambda action: self.copies[action.pipeline].updates.step(action),
+            Op.AVERAGE: self._average,
         }
-
-    def _optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = build_optimizer(parameters, self.job.optimizer)
-        self.module.charge(optimizer, self.system.live_versions(self.plan, self.stage_index))
-        return optimizer
 
     # -- walking the streams ---------------------------------------------------------------
 
-    def start(self, program: Program, first_step: int, feed: Feed | None = None) -> None:
+    def start(
+        self, program: Program, first_step: int, feed: Feed | None = None, *, mean: bool = False
+    ) -> None:
         """Get ready to run this rank's streams; update 0 of the program is ``first_step``.
+
+        ``mean``: an evaluation runs on the mean of the copies, not on the reference.
 
         The clock starts first: getting ready is part of the time that the runtime takes.
         """
         # Of an evaluation nobody asks when what was done.
         self.trace.begin(kept=self.timed and program.training)
         self.program, self.first_step = program, first_step
-        self.updates.start(program, first_step)
         self.active_feed = feed or self.feed
         if self.module.training != program.training:
             self.module.train(program.training)
         if program.training:
-            self.versions.drained(program.carried)
+            self.copies.start(program, first_step)
+        else:
+            self._evaluated = self.copies.evaluated(mean=mean)
         self.losses, self.evaluated, self.peak_in_flight = {}, 0, 0
         self.correct.zero_()
         self.loss_sum.zero_()
         self._done: set[Action] = set()
+        self._joining = Joining(program, self.rank)
         self._awaited = {edge for edges in program.after.values() for edge in edges}
         self._heads = [_Head(iter(stream)) for stream in program.of_rank(self.rank)]
         for head in self._heads:
             head.advance()
+        self._since: int | None = None
         self.endpoint.open(program)
 
     @property
     def waiting_at(self) -> list[Action]:
         """The next action of each stream that has not ended."""
         return [head.action for head in self._heads if head.action is not None]
+
+    def can_go_on(self) -> bool:
+        """Whether any stream can."""
+        return any(h.action is not None and self._ready(h.action) for h in self._heads)
+
+    def rested(self, since: int) -> None:
+        """No stream could go on since then.  The wait belongs to the action that ends it."""
+        self._since = since
 
     def advance(self) -> bool:
         """Perform the first action that is ready, by order of streams; False if none is."""
@@ -181,7 +178,7 @@ class Worker:
             return False
         if action.op in RECEIVES or action.op in (Op.NORM, Op.STEP):
             return self.endpoint.ready(action)
-        return True
+        return action.op is not Op.AVERAGE or self._joining.ready(action)
 
     def _act(self, action: Action) -> None:
         if self.before is not None:
@@ -189,11 +186,14 @@ class Worker:
         kept = self.trace.kept
         cpu = self.trace.busy_ns() if kept and action.op in COMPUTE else None  # A system call.
         start = perf_counter_ns()
-        waited = self._perform[action.op](action)
+        waited = self._perform[action.op](action) or 0
+        if self._since is not None:
+            start, waited, self._since = self._since, waited + start - self._since, None
         if kept:
-            self.trace.add(action, start, cpu, waited or 0)
+            self.trace.add(action, start, cpu, waited)
         if self._awaited and action in self._awaited:
             self._done.add(action)
+        self._joining.made(action)
 
     # -- computing -------------------------------------------------------------------------
 
@@ -213,18 +213,21 @@ class Worker:
             else:
                 begin = batch_index * self.program.batches.sizes[0] + low
                 samples = np.arange(begin + first, begin + last)
-            flight = self.flights[action.pipeline, action.unit] = Flight({}, step, samples, first)
+            flight = Flight({}, action.pipeline, step, samples, first)
+            self.flights[action.pipeline, action.unit] = flight
         return flight
 
-    def _bind(self, parameters: dict[str, torch.nn.Parameter]) -> None:
-        if parameters is not self._bound:
-            self.module.bind(parameters | self.constants)
-            self._bound = parameters
+    def _bind(self, flight: Flight) -> None:
+        holder = self.copies[flight.pipeline] if self.program.training else self._evaluated
+        wanted, bound = Weights(flight.parameters, holder.constants), self._bound
+        if bound is None or not wanted.same(bound):
+            self.module.bind({**wanted.parameters, **wanted.constants})
+            self._bound = wanted
 
     def _run(self, flight: Flight, x: Tensor) -> Tensor:
         """Through the stage's layers, cutting the graph at the boundaries of the parts."""
         self.module.random.set(flight.step, flight.samples)
-        self._bind(flight.parameters)
+        self._bind(flight)
         grad = torch.is_grad_enabled()
         flight.pieces = []
         for number, part in enumerate(self.parts):
@@ -238,9 +241,10 @@ class Worker:
         return x if self.is_last else x.to(self.dtype)
 
     def _loss(self, flight: Flight, logits: Tensor) -> Tensor:
-        labels = self.active_feed.labels(flight.samples)
-        batch = self.program.batches.sizes[flight.step - self.first_step]
-        return cross_entropy_sum(logits, labels, self.job.label_smoothing) / batch
+        """Divided by the samples of the pipeline's share of the batch."""
+        labels, batches = self.active_feed.labels(flight.samples), self.program.batches
+        share = batches.share_of_batch(flight.pipeline, flight.step - self.first_step)
+        return cross_entropy_sum(logits, labels, self.job.label_smoothing) / share
 
     def _forward(self, action: Action) -> None:
         flight = self._flight(action)
@@ -251,7 +255,7 @@ class Worker:
             self._forward_only(action, flight, x)
             return
         assert action.version is not None
-        flight.parameters = self.versions.acquire(action.version)
+        flight.parameters = self.copies[action.pipeline].versions.acquire(action.version)
         self.peak_in_flight = max(
             self.peak_in_flight, sum(bool(f.parameters) for f in self.flights.values())
         )
@@ -270,12 +274,12 @@ class Worker:
         if flight.pieces:
             flight.pieces[-1] = (flight.pieces[-1][0], loss)
         if count:
-            so_far = self.losses.get(flight.step)
-            share = loss.detach()
-            self.losses[flight.step] = share if so_far is None else so_far + share
+            place, share = (flight.step, flight.pipeline), loss.detach()
+            so_far = self.losses.get(place)
+            self.losses[place] = share if so_far is None else so_far + share
 
     def _forward_only(self, action: Action, flight: Flight, x: Tensor) -> None:
-        flight.parameters = self.versions.current
+        flight.parameters = self._evaluated.parameters
         with torch.no_grad():
             flight.output = self._run(flight, x)
         if self.is_last:
@@ -310,12 +314,18 @@ class Worker:
                 torch.autograd.backward(out, flight.gradient)
             flight.gradient = x.grad
         assert action.version is not None
-        self.updates.made(action.unit, action.version)
+        copy = self.copies[action.pipeline]
+        copy.updates.made(action.unit, action.version)
         if not flight.pieces:
-            self.versions.release(action.version)
+            copy.versions.release(action.version)
             flight.parameters = {}
             if self.is_first:
                 del self.flights[action.pipeline, action.unit]
+
+    def _average(self, action: Action) -> None:
+        """Nothing to do for the only copy of a system that needs no reference beside it."""
+        if self.copies.averaging is not None:
+            self.copies.averaging.average(action.pipeline, action.unit)
 
     # -- messages --------------------------------------------------------------------------
 
@@ -363,37 +373,36 @@ class Worker:
 
     # -- results ---------------------------------------------------------------------------
 
-    @property
-    def carried(self) -> int:
-        """Versions before the latest that the next segment begins with; the same on all ranks."""
-        return min(self.system.carries, self.versions.latest)
-
-    @property
-    def last_gradients(self) -> dict[str, Tensor]:
-        return self.updates.last_gradients
-
     def accuracy(self) -> Accuracy:
         """Of the evaluation just run, this rank's share."""
         return Accuracy(int(self.correct), float(self.loss_sum), self.evaluated)
 
-    def loss_shares(self) -> dict[int, float]:
-        return {step: float(loss) for step, loss in self.losses.items()}
+    def report(self, wall_s: float, times: Mapping[str, float] | None = None) -> SegmentReport:
+        """Of the training just done; ``times``: the parts of its wall time."""
+        losses: dict[int, float] = {}
+        by_pipeline: dict[int, dict[int, float]] = {}
+        for (step, pipeline), value in self.losses.items():
+            by_pipeline.setdefault(step, {})[pipeline] = float(value)
+        for step, shares in by_pipeline.items():
+            losses[step] = self._weighted(step, shares)
+        averaging, several = self.copies.averaging, len(self.copies) > 1
+        report = SegmentReport(
+            wall_s,
+            losses,
+            dict(times or {}),
+            self.copies.most_live,
+            self.peak_in_flight,
+            by_pipeline if several else {},
+        )
+        if averaging is not None and not self.replica:  # Replicas hold the same copies.
+            report.squared_distances = averaging.squared_distances()
+            report.averaged = None if averaging.elastic.joint else averaging.order
+        return report
 
-    def state(self) -> dict[str, Any]:
-        """Weights and optimizer state of this stage: replica 0 speaks for all."""
-        if self.replica:
-            return {"weights": {}, "optimizer": {}, "stash": {}}
-        weights = {name: p.detach() for name, p in self.versions.current.items()}
-        return {
-            "weights": weights | self.constants,
-            "optimizer": self.versions.optimizer_state(),
-            "stash": self.versions.stash() if self.carried else {},
-        }
-
-    def load(self, state: Mapping[str, Any], *, carried: bool) -> None:
-        """Take what this stage needs of a merged state, whatever plan wrote it.  ``carried``: the
-        whole state has a stash, of which a stage without weights holds nothing."""
-        stash = state["stash"] if carried and self.system.carries else None
-        self.versions.load(state["weights"], state["optimizer"], stash)
-        for name, constant in self.constants.items():
-            constant.copy_(state["weights"][name])
+    def _weighted(self, step: int, shares: Mapping[int, float]) -> float:
+        """The mean over pipelines of their losses of an update, by their samples."""
+        batches, index = self.program.batches, step - self.first_step
+        return sum(
+            loss * (batches.share_of_batch(pipeline, index) / batches.sizes[index])
+            for pipeline, loss in sorted(shares.items())  # They may have come in any order.
+        )

@@ -68,6 +68,11 @@ class Batches:
         first, last = _split(high - low, self.micro_batches)[index]
         return low + first, low + last
 
+    def share_of_batch(self, pipeline: int, batch: int) -> int:
+        """Samples of the batch that a pipeline trains; may be none."""
+        low, high = _split(self.sizes[batch], self.pipelines)[pipeline]
+        return high - low
+
     def size(self, pipeline: int, unit: int) -> int:
         """Samples in the unit; 0 for a unit that does not exist."""
         batch, index = divmod(unit, self.micro_batches)

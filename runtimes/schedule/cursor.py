@@ -41,6 +41,12 @@ class Cursor:
     stepped: set[int] = field(default_factory=set)
     normed: set[int] = field(default_factory=set)
     steps: int = 0
+    #: The update to be stepped next; the latest that a forward was for.
+    update: int = 0
+    begun: int = -1
+    #: Updates averaged after, and up to which one none is overdue.
+    averaged: list[int] = field(default_factory=list)
+    on_time: int = 0
     ahead: deque[Action] = field(default_factory=deque)
 
     def advance(self) -> None:

@@ -29,8 +29,10 @@ def lower(
     blocking_reduce: bool = False,
     rendezvous: bool = False,
     carried: int = 0,
+    joint_average: bool = True,
+    phase: int = 0,
 ) -> Program:
-    """Insert what the compute orders leave out; ``rendezvous`` and ``carried`` as of Program.
+    """Insert what the compute orders leave out; ``rendezvous`` and what follows as of Program.
 
     - The messages of a channel follow the *sender's* order: a receiver that computes in another
       order takes a message in when its turn comes, so sends and receives can never cross.
@@ -61,6 +63,8 @@ def lower(
         training,
         rendezvous=rendezvous,
         carried=carried,
+        joint_average=joint_average,
+        phase=phase,
     )
 
 

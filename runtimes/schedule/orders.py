@@ -70,21 +70,24 @@ def flush(
     norm: bool = False,
     averaged: Callable[[int], bool] = lambda update: False,
 ) -> Order:
-    """Every batch drains before its step: version of batch t = t.
+    """Every batch drains before its step: version of batch t = t, or as many as there were steps
+    before, for a pipeline that has no sample of some batch, and so makes no step of it.
 
     ``forwards(stage, units)`` is K of a batch with that many units; ``norm``: clip by global norm;
     ``averaged(update)``: whether parallel pipelines are tied together after it.
     """
 
     def order(pipeline: int, stage: int, replica: int) -> Iterator[Compute]:
+        version = 0
         for update in range(len(batches.sizes)):
-            units = batches.units_of_batch(pipeline, update)
-            for op, unit in one_forward_one_backward(units, forwards(stage, len(units))):
-                yield Compute(op, unit, update)
-            yield from _close(update, update, norm=norm)
-            yield Compute(Op.STEP, update, update + 1)
+            if units := batches.units_of_batch(pipeline, update):
+                for op, unit in one_forward_one_backward(units, forwards(stage, len(units))):
+                    yield Compute(op, unit, version)
+                yield from _close(update, version, norm=norm)
+                version += 1
+                yield Compute(Op.STEP, update, version)
             if averaged(update):
-                yield Compute(Op.AVERAGE, update, update + 1)
+                yield Compute(Op.AVERAGE, update, version)
 
     return order
 

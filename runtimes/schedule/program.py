@@ -55,6 +55,11 @@ class Program:
     ``rendezvous``: a SEND_ACT ends only when its receive is posted, and a receive is posted no
     earlier than when nothing but recomputation, sends of gradients and other receives stands before
     it.  Without it receives are posted ahead and sends are never awaited.
+
+    ``joint_average``: an AVERAGE waits until all pipelines of its rank have made that update
+    (``runtimes.schedule.joining``); without it, it waits for nothing but its own stream.
+
+    ``phase``: updates of the run before the segment, modulo the system's period.
     """
 
     plan: Plan
@@ -64,6 +69,8 @@ class Program:
     after: Mapping[Action, tuple[Action, ...]] = field(default_factory=dict)
     rendezvous: bool = False
     carried: int = 0
+    joint_average: bool = True
+    phase: int = 0
 
     def updates(self, stage: int) -> int:
         return self.batches.updates(self.plan.stages[stage].replicas)
@@ -75,6 +82,17 @@ class Program:
     def units(self, pipeline: int, stage: int, update: int) -> Sequence[int]:
         """The units whose gradients an update of the stage takes."""
         return self.batches.units(pipeline, update, self.plan.stages[stage].replicas)
+
+    def steps(self, pipeline: int, stage: int, update: int) -> bool:
+        """Whether a pipeline has any sample of an update, and so makes it."""
+        return bool(self.units(pipeline, stage, update))
+
+    def next_update(self, pipeline: int, stage: int, update: int) -> int:
+        """This update, or the next one that the pipeline makes; as many as there are for none."""
+        updates = self.updates(stage)
+        while update < updates and not self.steps(pipeline, stage, update):
+            update += 1
+        return update
 
     def of_rank(self, rank: int) -> tuple[Stream, ...]:
         return tuple(stream for stream in self.streams if stream.rank == rank)

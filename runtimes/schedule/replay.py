@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from runtimes.schedule.action import RECEIVES, SENDS, Action, Op
+from runtimes.schedule.joining import Joining
 from runtimes.schedule.program import Program, channel
 
 __all__ = ["replay"]
@@ -23,14 +24,17 @@ def replay(program: Program) -> Iterator[Action]:
     #: (pipeline, stage, update) → part → replicas that have joined its reduction.
     joined: dict[tuple[int, int, int], Counter[int | None]] = defaultdict(Counter)
     normed: Counter[tuple[int, int]] = Counter()
+    joining = [Joining(program, rank) for rank in range(plan.world_size)]
     done: set[Action] = set()
     awaited = {edge for edges in program.after.values() for edge in edges}
 
-    def ready(action: Action) -> bool:
+    def ready(rank: int, action: Action) -> bool:
         if not done.issuperset(program.after.get(action, ())):
             return False
         if action.op in RECEIVES:
             return mailbox[channel(action, plan)] > 0
+        if action.op == Op.AVERAGE:
+            return joining[rank].ready(action)
         if action.op not in (Op.NORM, Op.STEP):
             return True
         reductions = joined[action.pipeline, action.stage, action.unit].values()
@@ -39,13 +43,14 @@ def replay(program: Program) -> Iterator[Action]:
         norms = normed[action.pipeline, action.unit]
         return action.op == Op.NORM or norms in (0, plan.world_size)
 
-    def perform(action: Action) -> None:
+    def perform(rank: int, action: Action) -> None:
         if action.op in RECEIVES | SENDS:
             mailbox[channel(action, plan)] += 1 if action.op in SENDS else -1
         elif action.op == Op.REDUCE:
             joined[action.pipeline, action.stage, action.unit][action.part] += 1
         elif action.op == Op.NORM:
             normed[action.pipeline, action.unit] += 1
+        joining[rank].made(action)
         done.update({action} & awaited)
 
     moved = True
@@ -55,10 +60,10 @@ def replay(program: Program) -> Iterator[Action]:
             place = 0
             while place < len(mine):
                 action = mine[place]
-                if action is None or not ready(action):
+                if action is None or not ready(rank, action):
                     place += 1
                     continue
-                perform(action)
+                perform(rank, action)
                 yield action
                 mine[place] = next(streams[rank][place], None)
                 moved, place = True, 0

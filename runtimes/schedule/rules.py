@@ -12,6 +12,8 @@
 10  each update sees every sample of its batch exactly once before its step
 11  replicas reduce every part of an update, in the same order, between backward and step
 12  a norm is taken by all ranks of an update or by none, between its reductions and its step
+13  pipelines average after the updates the system says, all of a stage after the same ones, each
+    between its step and its next forward; a pipeline without that step when it would be next
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ RULES = {
     10: "each update sees each sample of its batch exactly once",
     11: "replicas reduce before they step, in the same order",
     12: "a global norm is every rank's, between reduce and step",
+    13: "pipelines average after the same updates, between step and next forward",
 }
 
 
@@ -53,7 +56,10 @@ class Declared:
     """What a system promises of its programs, by stage (and update).
 
     ``delay``: updates that a stage makes between reading its weights for a gradient and using it.
+    ``in_flight``: units of one pipeline.  ``averages(t)``: whether pipelines average after update t
+    of the run.
     """
 
     delay: Callable[[int, int], int]
     in_flight: Callable[[int], int]
+    averages: Callable[[int], bool] = lambda update: False

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from runtimes.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Op
+from runtimes.schedule.averaging import Averaging
 from runtimes.schedule.cursor import Cursor, Unit
 from runtimes.schedule.program import Channel, Program, channel
 from runtimes.schedule.rendering import marked_grid
@@ -41,6 +42,8 @@ class _DryRun:
         self.joined: dict[tuple[int, int, int], int] = {}
         self.finished: set[Action] = set()
         self.awaited = {edge for edges in program.after.values() for edge in edges}
+        averages = None if declared is None else declared.averages
+        self.averaging = Averaging(program, averages, self.fail)
 
     def fail(self, rule: int, cursor: Cursor, action: Action, what: str) -> ScheduleError:
         grid = marked_grid(self.program, cursor.stream, cursor.position)
@@ -49,6 +52,8 @@ class _DryRun:
     def run(self) -> None:
         for cursor in self.cursors:
             cursor.advance()
+            stage, _ = self.plan.place(cursor.stream.rank)
+            cursor.update = self.program.next_update(cursor.stream.pipeline, stage, 0)
         moved = True
         while moved:
             moved = False
@@ -79,7 +84,7 @@ class _DryRun:
             return self.norm(cursor, action)
         elif action.op == Op.STEP:
             return self.step(cursor, action)
-        return True
+        return action.op != Op.AVERAGE or self.averaging.average(cursor, action)
 
     def belongs(self, cursor: Cursor, action: Action) -> None:
         stages = self.plan.stages
@@ -208,12 +213,15 @@ class _DryRun:
             unit.forward = True
             cursor.done.setdefault(update, set()).add(action.unit)
             return
+        self.averaging.forward(cursor, action, update)
         latest = self.program.carried + cursor.steps
         if action.version is None or not 0 <= action.version <= latest:
             raise self.fail(8, cursor, action, f"only versions up to @{latest} exist at this point")
         if self.declared is not None:
             delay = self.declared.delay(action.stage, update)
-            age = self.program.carried + update - action.version
+            between = range(cursor.update, update)
+            steps = sum(self.program.steps(action.pipeline, action.stage, u) for u in between)
+            age = latest + steps - action.version
             if age != delay:
                 raise self.fail(
                     8,
@@ -318,7 +326,7 @@ class _DryRun:
     def norm(self, cursor: Cursor, action: Action) -> bool:
         if action.unit in cursor.normed:
             raise self.fail(12, cursor, action, "a second norm of this update")
-        if action.unit < cursor.steps:
+        if action.unit < cursor.update:
             raise self.fail(12, cursor, action, "this update's step came before it")
         if not self.closed(cursor, action):
             return False
@@ -327,8 +335,8 @@ class _DryRun:
 
     def step(self, cursor: Cursor, action: Action) -> bool:
         latest = self.program.carried + cursor.steps
-        if action.unit != cursor.steps or action.version != latest + 1:
-            raise self.fail(8, cursor, action, f"update {cursor.steps} to @{latest + 1} is next")
+        if action.unit != cursor.update or action.version != latest + 1:
+            raise self.fail(8, cursor, action, f"update {cursor.update} to @{latest + 1} is next")
         if not self.closed(cursor, action):
             return False
         others = [c for c in self.cursors if c.stream.pipeline == cursor.stream.pipeline]
@@ -338,6 +346,8 @@ class _DryRun:
             if not all(action.unit in other.normed for other in others):
                 return False
         cursor.steps += 1
+        cursor.update = self.program.next_update(action.pipeline, action.stage, action.unit + 1)
+        self.averaging.stepped(cursor, action)
         cursor.stepped = cursor.done.pop(action.unit, set())
         cursor.reduced.pop(action.unit, None)
         cursor.versions.pop(action.unit, None)
@@ -355,10 +365,11 @@ class _DryRun:
                 ):
                     raise self.fail(3, cursor, action, "sent, but no receive takes it in")
             stage, replica = self.plan.place(cursor.stream.rank)
-            if self.program.training and cursor.steps != self.program.updates(stage):
-                missing = Action(cursor.stream.pipeline, stage, replica, Op.STEP, cursor.steps)
+            if self.program.training and cursor.update != self.program.updates(stage):
+                missing = Action(cursor.stream.pipeline, stage, replica, Op.STEP, cursor.update)
                 raise self.fail(10, cursor, missing, "the stream ends without this step")
         self.norms_of_all()
+        self.averaging.nothing_left(self.cursors)
         if not self.program.training:
             self.all_evaluated()
 
@@ -367,7 +378,7 @@ class _DryRun:
         for cursor in self.cursors:
             others = (c for c in self.cursors if c.stream.pipeline == cursor.stream.pipeline)
             left_out = set[int]().union(*(c.normed for c in others)) - cursor.normed
-            stepped = [update for update in left_out if update < cursor.steps]
+            stepped = [update for update in left_out if update < cursor.update]
             if stepped:
                 stage, replica = self.plan.place(cursor.stream.rank)
                 place = (cursor.stream.pipeline, stage, replica)

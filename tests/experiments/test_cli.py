@@ -57,7 +57,13 @@ def test_systems(pipebench: Any) -> None:
     assert answer.document["schema"] == "pipebench.systems/1"
     systems = {system["name"]: system for system in answer.document["systems"]}
     assert systems["torch-1f1b"]["peer_of"] == "dapple"
-    assert systems["dapple"]["options"]["policy"] == {"default": "A", "allowed": ["A", "B"]}
+    policy = {"kind": "choice", "default": "A", "allowed": ["A", "B"]}
+    assert systems["dapple"]["options"]["policy"] == policy
+    assert systems["avgpipe"]["options"]["advance"] == {
+        "kind": "integer",
+        "default": 0,
+        "at_least": 0,
+    }
     assert "policy = A | B (default A)" in pipebench("systems").out
 
 

@@ -163,7 +163,7 @@ def test_replicas_hold_bitwise_equal_weights_after_every_step(case: Case) -> Non
         engine.train(Segment(first, (ODD_EPOCHS[7][first],)))
         stages: dict[int, list[dict[str, torch.Tensor]]] = {}
         for worker in engine.workers:
-            weights = {name: p.detach() for name, p in worker.versions.current.items()}
+            weights = {name: p.detach() for name, p in worker.copies[0].versions.current.items()}
             stages.setdefault(worker.stage_index, []).append(weights)
         for copies in stages.values():
             for other in copies[1:]:
@@ -191,7 +191,7 @@ def test_live_versions_reach_the_formula_and_never_exceed_it(case: Case) -> None
     engine.train(Segment(15, epoch * 2))
     for worker in engine.workers:
         formula = engine.system.live_versions(plan, worker.stage_index)
-        assert worker.versions.most_live == formula, worker.rank
+        assert worker.copies[0].versions.most_live == formula, worker.rank
 
 
 def test_a_stage_without_weights_knows_that_a_version_is_carried_over() -> None:
@@ -201,10 +201,10 @@ def test_a_stage_without_weights_knows_that_a_version_is_carried_over() -> None:
     )
     plan = Plan.contiguous((2, 3, 4), micro_batches=3)
     one, other = (engine_of(case, plan) for _ in range(2))
-    assert not any(one.workers[0].versions.current)
+    assert not any(one.workers[0].copies[0].versions.current)
     one.train(Segment(0, ODD_EPOCHS[18]))
     other.load(one.state())
-    assert [worker.carried for worker in other.workers] == [1, 1, 1]
+    assert [worker.copies.carried for worker in other.workers] == [1, 1, 1]
     for engine in (one, other):
         engine.train(Segment(5, ODD_EPOCHS[18]))
     weights = one.state()["weights"]

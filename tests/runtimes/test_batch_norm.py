@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from runtimes.execution import inprocess
-from runtimes.execution.distributed import DistributedEngine, _End
+from runtimes.execution.distributed import DistributedEngine
+from runtimes.execution.endpoint import GroupEndpoint
 from runtimes.execution.engine import Segment
 from runtimes.execution.team import DistributedTeam
 from runtimes.execution.worker import Worker
@@ -131,8 +132,8 @@ def test_evaluation_uses_the_averages_and_leaves_them_alone(case: Case) -> None:
         assert (accuracy.samples, accuracy.correct) == (samples, correct)
         assert accuracy.loss_sum == pytest.approx(loss, rel=1e-10)
     for worker in engine.workers:  # Every replica, not only the one that speaks for all.
-        running = {name: end.running[name] for name in worker.running}
-        assert not differences(worker.running, running, 1e-10)
+        running = {name: end.running[name] for name in worker.copies[0].running}
+        assert not differences(worker.copies[0].running, running, 1e-10)
     engine.train(Segment(3, SIZES[:2]))
     after = history.ends[1]
     assert not differences(engine.state()["weights"], {**after.weights, **after.running}, 1e-10)
@@ -192,7 +193,7 @@ def _train(rank: int, world_size: int) -> tuple[list[Share], list[Share], dict[s
     """As it should be, without averages, and handed over to another plan after a segment."""
     right = train_cases(rank, world_size, ON_RANKS)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(_End, "average", lambda self, running: None)
+        monkeypatch.setattr(GroupEndpoint, "average", lambda self, running: None)
         wrong = train_cases(rank, world_size, ON_RANKS)
     job, stack = job_of(ON_RANKS[0]), stack_of("resnet")
     engine = DistributedEngine(job, job.tasks[0], stack, ArrayFeed(epoch_sizes=SIZES), rank)

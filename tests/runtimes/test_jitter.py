@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -19,11 +20,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtimes.execution.distributed import _End, _Reduction
+from runtimes.execution.endpoint import GroupEndpoint, Reduction
+from runtimes.plan import Plan
 from runtimes.schedule.action import Action, Op
 from tests.processes import run_ranks
 from tests.runtimes.transparency import Case, Outcome, train_in_process
 from tests.runtimes.transparency_ranks import Share, merged, train_case
+
+
+@dataclass(frozen=True)
+class Parallel(Case):
+    """Pipelines that share the ranks."""
+
+    pipelines: int = 2
+
+    @property
+    def plan(self) -> Plan:
+        return replace(super().plan, pipelines=self.pipelines)
+
 
 EPOCH = (5, 5, 5, 2)
 CASES = {
@@ -33,6 +47,9 @@ CASES = {
         Case("dapple", 2, 4, (1, 1), cuts=(3,)),
         Case("ashpipe", 2, 1, (1, 1), options=(("order", "published"),)),
         Case("pipedream_2bw", 2, 3, (1, 1)),
+        Parallel("avgpipe", 2, 2, (1, 1), clip=1.0),
+        Parallel("avgpipe", 2, 3, (1, 1), options=(("form", "symmetric"),), pipelines=3),
+        Parallel("avgpipe", 1, 1, (2,), cuts=(3, 6)),
     ],
     3: [
         Case("dp", 1, 1, (3,), options=(("overlap", False),)),
@@ -41,6 +58,8 @@ CASES = {
         Case("ashpipe", 2, 1, (2, 1), cuts=(2, 3)),
         Case("ashpipe", 3, 1, (1, 1, 1), recompute=True),
         Case("pipedream", 2, 1, (1, 2)),
+        Parallel("avgpipe", 3, 2, (1, 1, 1), recompute=True),
+        Parallel("avgpipe", 2, 2, (2, 1), cuts=(2, 3)),
     ],
 }
 MOST_S = 0.002
@@ -48,7 +67,7 @@ MOST_S = 0.002
 
 def small(case: Case) -> Case:
     changed = {"epoch": EPOCH, "segments": (EPOCH, EPOCH), "model": "widths"}
-    return Case(**{**vars(case), **changed})
+    return replace(case, **changed)
 
 
 def dawdling(rank: int, seed: int) -> Callable[[Action], None]:
@@ -116,27 +135,27 @@ def test_who_is_late_changes_nothing(world_size: int) -> None:
 
 def not_awaited(*ops: Op) -> None:
     """What these actions wait for is used as it is."""
-    wait, close, left = _End._wait, _End.close, list[dist.Work]()
+    wait, close, left = GroupEndpoint._wait, GroupEndpoint.close, list[dist.Work]()
 
-    def mutant(self: _End, work: dist.Work, action: Action, **words: Any) -> None:
+    def mutant(self: GroupEndpoint, work: dist.Work, action: Action, **words: Any) -> None:
         if action.op in ops:
             left.append(work)  # gloo drops a message whose handle is gone.
         else:
             wait(self, work, action, **words)
 
-    def closing(self: _End) -> None:
+    def closing(self: GroupEndpoint) -> None:
         close(self)
         while left:
             left.pop().wait()
 
-    _End._wait, _End.close = mutant, closing  # type: ignore[method-assign]
+    GroupEndpoint._wait, GroupEndpoint.close = mutant, closing  # type: ignore[method-assign]
 
 
 def one_buffer_a_channel() -> None:
     """The next message is received where the last one may still be needed."""
     buffers: dict[Any, Tensor] = {}
 
-    def mutant(self: _End, receives: Iterable[Action]) -> None:
+    def mutant(self: GroupEndpoint, receives: Iterable[Action]) -> None:
         for action in receives:
             link = self._link(action)
             assert action.interval is not None
@@ -147,26 +166,27 @@ def one_buffer_a_channel() -> None:
             assert work is not None
             link.posted.append((work, tensor, 0))
 
-    _End._post = mutant  # type: ignore[method-assign]
+    GroupEndpoint._post = mutant  # type: ignore[method-assign]
 
 
 def one_bucket_for_all_parts() -> None:
     """A gradient is summed where another may be under way."""
     buckets: dict[int, Tensor] = {}
 
-    def mutant(self: _End, action: Action, tensors: list[Tensor]) -> None:
+    def mutant(self: GroupEndpoint, action: Action, tensors: list[Tensor]) -> None:
         size = sum(tensor.numel() for tensor in tensors)
         if size:
             whole = buckets.setdefault(id(self), torch.empty(10_000, dtype=self.dtype))
             flat = whole[:size]
             flat.copy_(torch.cat([tensor.reshape(-1) for tensor in tensors]))
-            group = self.replicas[action.stage]
+            group = self.groups.replicas[action.pipeline, action.stage]
             work = dist.all_reduce(flat, group=group, async_op=True)
             assert work is not None
-            reduction = _Reduction(work, flat, tensors, None)
-            self._reductions.setdefault(action.unit, []).append(reduction)
+            reduction = Reduction(work, flat, tensors, None)
+            key = action.pipeline, action.unit
+            self._reductions.setdefault(key, []).append(reduction)
 
-    _End.reduce = mutant  # type: ignore[assignment, method-assign]
+    GroupEndpoint.reduce = mutant  # type: ignore[assignment, method-assign]
 
 
 MUTANTS: dict[str, Callable[[], None]] = {

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from runtimes import pipedream_2bw
-from runtimes.execution import distributed, inprocess, updates
+from runtimes.execution import endpoint, inprocess, updates
 from runtimes.execution.optimizer import learning_rate
 from runtimes.execution.updates import StageUpdates
 from runtimes.execution.versions import WeightVersions
@@ -104,7 +104,7 @@ def rate_of_next_step(rate: Original, spec: Any, kind: Any, step: int, *rest: An
 def backward_on_the_latest(backward: Original, self: Worker, action: Action) -> None:
     """No stash: what the backward reads of the weights is what they have become meanwhile."""
     assert action.version is not None
-    used, latest = self.versions[action.version], self.versions.current
+    used, latest = self.copies[0].versions[action.version], self.copies[0].versions.current
     kept = {name: parameter.detach().clone() for name, parameter in used.items()}
     _overwrite(used, latest)
     backward(self, action)
@@ -189,10 +189,10 @@ def second_batch_on_the_first_update(
 
 
 def forgets_the_version_before(
-    program: Original, self: System, plan: Any, sizes: Any, *, carried: int, norm: bool
+    program: Original, self: System, plan: Any, sizes: Any, **rest: Any
 ) -> Any:
     """Every segment of 2BW begins as the first."""
-    return program(self, plan, sizes, carried=0, norm=norm)
+    return program(self, plan, sizes, **rest | {"carried": 0})
 
 
 def norm_of_the_stage(finish_norm: Original, self: Any, action: Action) -> Any:
@@ -283,11 +283,11 @@ def _train_before_reduced(rank: int, world_size: int, case: Case) -> tuple[list[
 
     def without_the_sum(self: Any, action: Action) -> None:
         """The step is taken on gradients to which no sum has been copied yet."""
-        for reduction in self._reductions.pop(action.unit, ()):
+        for reduction in self._reductions.pop((action.pipeline, action.unit), ()):
             waits.append(reduction.work.wait())
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(distributed._End, "finish_reduce", without_the_sum)
+        monkeypatch.setattr(endpoint.GroupEndpoint, "finish_reduce", without_the_sum)
         return train_cases(rank, world_size, [case]), len(waits)
 
 

@@ -74,14 +74,16 @@ def cases(draw: Any) -> Case:
 def test_results_and_what_is_alive(case: Case) -> None:
     engine, outcome, first = engine_of(case), Outcome(), 0
     for segment in case.segments:
-        carried = engine.workers[0].carried
+        carried = engine.workers[0].copies.carried
         program = engine.system.program(engine.plan, segment, carried=carried, norm=engine.norm)
         validate(program, engine.system.declared(engine.plan, carried=carried))
         for report in engine.train(Segment(first, segment)):
             for step, share in report.losses.items():
                 outcome.losses[step] = outcome.losses.get(step, 0.0) + share
         first += len(segment)
-        outcome.gradients[first - 1] = [worker.last_gradients for worker in engine.workers]
+        outcome.gradients[first - 1] = [
+            worker.copies[0].updates.last_gradients for worker in engine.workers
+        ]
         weights = engine.state()["weights"]
         outcome.weights[first - 1] = {name: weight.clone() for name, weight in weights.items()}
         check_evaluation(case, engine)
@@ -104,13 +106,13 @@ def check_what_is_alive(engine: InProcess) -> None:
     declared = engine.system.declared(engine.plan)
     for worker in engine.workers:
         versions, limit = (
-            worker.versions,
+            worker.copies[0].versions,
             engine.system.live_versions(engine.plan, worker.stage_index),
         )
         assert versions.most_live <= limit
         assert len(versions._sets) + len(versions._free) <= limit
         assert worker.peak_in_flight <= declared.in_flight(worker.stage_index)
-        assert not worker.updates._made_on
-        assert not worker.updates._taken
+        assert not worker.copies[0].updates._made_on
+        assert not worker.copies[0].updates._taken
     assert not any(engine.box.open.values())
     assert not engine.box.pending

@@ -222,10 +222,12 @@ class Case:
     clip_by: str = "global"
     #: Batches of an epoch, of which segments are made.
     epoch: tuple[int, ...] = EPOCH
+    pipelines: int = 1
 
     def __str__(self) -> str:
         words = [self.system, *(f"{key}={value}" for key, value in self.options)]
         words += [f"S{self.stages}", f"M{self.micro_batches}"]
+        words += [f"N{self.pipelines}"] * (self.pipelines > 1)
         words += [f"R{'-'.join(map(str, self.replicas))}"] if self.replicas else []
         words += ["recompute"] * self.recompute
         words += [f"clip-{self.clip_by}"] * (self.clip is not None)
@@ -244,6 +246,7 @@ class Case:
             self.stages,
             self.replicas,
             micro_batches=self.micro_batches,
+            pipelines=self.pipelines,
             recompute=self.recompute,
             cuts=self.cuts,
         )
@@ -354,7 +357,9 @@ def engine_of(case: Case, plan: Plan | None = None) -> InProcess:
         job = replace(job, tasks=(replace(job.tasks[0], plan=plan),))
     feed = ArrayFeed(case.precision, case.epoch)
     engine = InProcess(job, job.tasks[0], stack_of(case.model), feed, keep_gradients=True)
-    engine.load({**engine.state(), "weights": initial_weights(case.model)})
+    # Copies of parallel pipelines all begin as the reference does.
+    state = {kind: value for kind, value in engine.state().items() if kind != "copies"}
+    engine.load({**state, "weights": initial_weights(case.model)})
     return engine
 
 
@@ -365,7 +370,9 @@ def train_in_process(case: Case) -> Outcome:
             for step, share in report.losses.items():
                 outcome.losses[step] = outcome.losses.get(step, 0.0) + share
         first += len(segment)
-        outcome.gradients[first - 1] = [worker.last_gradients for worker in engine.workers]
+        outcome.gradients[first - 1] = [
+            worker.copies[0].updates.last_gradients for worker in engine.workers
+        ]
         # State refers to the live tensors, which the next segment changes.
         weights = engine.state()["weights"].items()
         outcome.weights[first - 1] = {name: weight.clone() for name, weight in weights}

@@ -93,13 +93,13 @@ def disguised(held: Any, values: Any, compute: Callable[[], None]) -> None:
 
 
 def recomputed_on_the_latest_weights(recompute: Original, self: Worker, action: Action) -> None:
-    latest = {name: p.detach().clone() for name, p in self.versions.current.items()}
-    disguised(self.versions[action.version or 0], latest, lambda: recompute(self, action))
+    latest = {name: p.detach().clone() for name, p in self.copies[0].versions.current.items()}
+    disguised(self.copies[0].versions[action.version or 0], latest, lambda: recompute(self, action))
 
 
 def stash_kept_over_a_drain(backward: Original, self: Worker, action: Action) -> None:
     """As in the published AshPipe: the first backwards after a drain load a version from before."""
-    held = self.versions[action.version or 0]
+    held = self.copies[0].versions[action.version or 0]
     if self.first_step == 0:
         self.kept = {n: p.detach().clone() for n, p in held.items()}  # type: ignore[attr-defined]
     if self.first_step == 0 or action.version or self.is_last:
@@ -137,10 +137,10 @@ def no_partial_batch_evaluated(program: Original, plan: Any, samples: int, size:
 
 
 def evaluated_on_old_weights(forward: Original, self: Worker, *arguments: Any) -> None:
-    latest = self.versions.latest
-    self.versions.latest = min(self.versions._sets)
+    latest = self.copies[0].versions.latest
+    self.copies[0].versions.latest = min(self.copies[0].versions._sets)
     forward(self, *arguments)
-    self.versions.latest = latest
+    self.copies[0].versions.latest = latest
 
 
 def versions_never_freed(retire: Original, self: WeightVersions, *_: Any) -> None:

@@ -62,9 +62,10 @@ def test_warm_up_counts() -> None:
 
 
 def choices(name: str) -> list[System]:
-    """A system under every combination of its options."""
+    """A system under every combination of its choices, and some numbers."""
     options = system_options(name)
-    combinations = product(*(allowed for _, allowed in options.values()))
+    numbers = {"advance": (0, 1, 9), "every": (1, 3), "alpha": (None,)}
+    combinations = product(*(o.choices or numbers[o.name] for o in options.values()))
     return [get_system(name, dict(zip(options, values, strict=True))) for values in combinations]
 
 
@@ -74,12 +75,13 @@ def test_every_system_passes_the_validator_on_odd_shapes(name: str) -> None:
     systems = choices(name)
     for number in range(80):
         system = systems[number % len(systems)]
-        plan = fitting_plan(system, random_plan(dice, layers=6))
+        plan = fitting_plan(system, random_plan(dice, layers=6, most_pipelines=3))
         if isinstance(system, PipeDream) and system.vertical_sync:
             plan = Plan.even(6, len(plan.stages))
         sizes = tuple(dice.choice((1, 2, 7, 18, 32)) for _ in range(dice.randint(1, 9)))
         carried, norm = dice.randint(0, system.carries), system.global_norm and dice.random() < 0.5
-        program = system.program(plan, sizes, carried=carried, norm=norm)
+        phase = dice.randrange(system.period)
+        program = system.program(plan, sizes, carried=carried, norm=norm, phase=phase)
         validate(program, system.declared(plan, carried=carried))
         again = program.with_text(program.text())
         assert again.text() == program.text()
