@@ -194,6 +194,12 @@ def schedule(
     replicas: Annotated[
         str, typer.Option(metavar="R", help="Of every stage, or of each: 2,3,1.")
     ] = "1",
+    pipelines: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Parallel ones, of a system that has them.")
+    ] = 1,
+    advance: Annotated[
+        int | None, typer.Option(metavar="A", help="Short for --set advance=A.")
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="OPTION=VALUE", help="An option of it, e.g. policy=B."),
@@ -206,11 +212,15 @@ def schedule(
 ) -> int:
     """Draw what each rank does in one batch: a backward takes twice a forward's time.
 
-    Systems whose unit is a whole batch run as many batches as there are units.
+    Systems whose unit is a whole batch run as many batches as there are units. Parallel pipelines
+    share a rank's row: F3a is the forward of unit 3 of the first pipeline, F3b of the second.
     """
     from experiments.commands import draw_schedule
 
-    answer = draw_schedule(system, set_ or (), stages, units, replicas, profile)
+    short = [] if advance is None else [f"advance={advance}"]
+    answer = draw_schedule(
+        system, [*(set_ or ()), *short], stages, units, replicas, pipelines, profile
+    )
     return _show(answer, json_)
 
 

@@ -163,11 +163,13 @@ def draw_schedule(
     stages: int,
     units: int,
     replicas: str,
+    pipelines: int = 1,
     profile: Path | None = None,
 ) -> Answer:
     options = {".".join(path): value for path, value in map(parse_setting, settings)}
     counts = replicas_of(replicas, stages)
-    document = schedule_document(system, options, stages, units, counts, profile)
+    document = schedule_document(system, options, stages, units, counts, pipelines, profile)
+    Progress().warn(document["warnings"])
     return Answer(document, schedule_text(document))
 
 
@@ -216,6 +218,7 @@ def simulate_config(request: Request, output: Path | None, trace: Path | None) -
     from runtimes.tracing import write_trace
 
     document = simulation_document(request)
+    Progress().warn(document["warnings"])
     if output is None:
         name = document["name"].replace("/", "-")
         output = results_root() / "simulated" / f"{name}.json"

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from runtimes.model.stack import LayerStack
     from runtimes.planning.footprint import Footprint
 
-__all__ = ["PROCESS_BYTES", "largest_batch", "memory_needed", "memory_peaks_of"]
+__all__ = [
+    "PROCESS_BYTES",
+    "largest_batch",
+    "largest_pipelines",
+    "memory_needed",
+    "memory_peaks_of",
+]
 
 #: What a rank takes before it holds a model: the interpreter, torch and its communication.
 PROCESS_BYTES = 400_000_000
@@ -71,14 +77,28 @@ def _sum(counts: Sequence[Counter[str]]) -> Counter[str]:
 
 
 def largest_batch(batch_size: int, tasks: Sequence[Task], fits: Callable[[int], bool]) -> int:
-    """The largest batch below this size that ``fits``, in whole samples a micro-batch; 0 if there
-    is none."""
-    units = max(task.plan.micro_batches for task in tasks)
+    """The largest batch below this size that ``fits``, in whole samples a micro-batch of every
+    pipeline; 0 if there is none."""
+    units = max(task.plan.micro_batches * task.plan.pipelines for task in tasks)
     low, high = 0, (batch_size - 1) // units
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle * units) else (low, middle - 1)
     return low * units
+
+
+def largest_pipelines(tasks: Sequence[Task], fits: Callable[[Sequence[Task]], bool]) -> int | None:
+    """The largest number of parallel pipelines with which ``tasks`` fit, where none has more than
+    that; None if they do not fit with 1, or have no more to begin with."""
+    most = max(task.plan.pipelines for task in tasks)
+    for number in range(most - 1, 0, -1):
+        fewer = [
+            replace(task, plan=replace(task.plan, pipelines=min(number, task.plan.pipelines)))
+            for task in tasks
+        ]
+        if fits(fewer):
+            return number
+    return None
 
 
 @lru_cache(maxsize=8)

@@ -10,7 +10,7 @@ import psutil
 
 from experiments.config import Config
 from experiments.errors import UserError, one_line
-from experiments.memory import largest_batch, memory_needed
+from experiments.memory import largest_batch, largest_pipelines, memory_needed
 from experiments.resolve import Layers, optimizer_of, parameter_bytes
 from experiments.store import RunDirectory
 from runtimes.job import Task
@@ -59,7 +59,12 @@ def _missing_memory(config: Config, tasks: Sequence[Task], who: str, what: str) 
     fits = largest_batch(
         size, tasks, lambda smaller: memory_needed(config, tasks, smaller).total() <= free
     )
+    fewer = largest_pipelines(
+        tasks, lambda changed: memory_needed(config, changed, size).total() <= free
+    )
     smaller = f"set train.batch_size = {fits}, the largest that fits, or " if fits else ""
+    if fewer:
+        smaller = f"set plan.pipelines = {fewer}, the most that fit, or {smaller}"
     return (
         f"{who} {needed.total() / 1e9:.1f} GB of {what} ({parts}), and {free / 1e9:.1f} GB are "
         f"free: {smaller}{_way_out(config)}"
@@ -121,7 +126,11 @@ def disk_bytes(config: Config, layers: Layers) -> int:
     """What a run may write: two checkpoints (the last, and the next until it is whole), records."""
     if config.bench is not None:
         return _RECORD_BYTES
-    state = sum(layers.parameters) * parameter_bytes(config) * (1 + optimizer_of(config).states)
+    weights = sum(layers.parameters) * parameter_bytes(config)
+    plans = [config.plan, *([] if config.switch is None else [config.switch.plan])]
+    copies = max(plan.pipelines for plan in plans)
+    reference = weights if copies > 1 else 0
+    state = copies * weights * (1 + optimizer_of(config).states) + reference
     return 2 * state + _RECORD_BYTES
 
 

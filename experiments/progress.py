@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,11 @@ class Progress:
         """A line that stays."""
         with self._lock:
             self._console.print(text, markup=False)
+
+    def warn(self, warnings: Iterable[str]) -> None:
+        """Of what goes on nonetheless: each once."""
+        for text in dict.fromkeys(warnings):
+            self.say(f"warning: {text}")
 
     def update(self, run: str, text: str) -> None:
         """What a run is doing now."""

@@ -157,11 +157,12 @@ def schedule_document(
     stages: int,
     units: int,
     replicas: Sequence[int],
+    pipelines: int = 1,
     profile: Path | None = None,
 ) -> dict[str, Any]:
-    """``units`` micro-batches of one batch, or as many batches where they are not cut, under a
-    system, checked by the validator's rules.  Drawn with a layer a stage, or to scale with those of
-    a profile."""
+    """``units`` micro-batches of one batch (of each pipeline's share), or as many batches where
+    they are not cut, under a system, checked by the validator's rules.  Drawn with a layer a stage,
+    or to scale with those of a profile."""
     from runtimes.plan import Plan
     from runtimes.planning.profile import Profile
     from runtimes.schedule import validate
@@ -175,12 +176,15 @@ def schedule_document(
         whole = isinstance(system, UnflushedSystem)
         measured = None if profile is None else Profile.load(profile)
         layers = stages if measured is None else len(measured.layers)
-        plan = Plan.even(layers, stages, replicas, micro_batches=1 if whole else units)
+        plan = Plan.even(
+            layers, stages, replicas, micro_batches=1 if whole else units, pipelines=pipelines
+        )
         # As many samples as leave no replica without one, or the most of them that were profiled.
         size = math.lcm(*replicas)
         if measured is not None:
             size *= max(1, measured.largest_unit // size)
-        program = system.program(plan, (size,) * units if whole else (size * units,))
+        sizes = (size,) * units if whole else (size * units * pipelines,)
+        program = system.program(plan, sizes)
         validate(program, system.declared(plan))
         scale: dict[str, Any] = {}
         if measured is None:
@@ -199,9 +203,12 @@ def schedule_document(
         "stages": stages,
         "units": units,
         "replicas": list(replicas),
+        "pipelines": pipelines,
+        "warnings": list(system.warnings(plan)),
         "ranks": [
             {
                 "rank": stream.rank,
+                "pipeline": stream.pipeline,
                 "stage": plan.place(stream.rank)[0],
                 "replica": plan.place(stream.rank)[1],
                 "actions": [str(action) for action in stream],

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import TYPE_CHECKING
 
 from experiments.config import Config, Contender
@@ -30,7 +31,7 @@ from runtimes.peers import check_peer
 from runtimes.plan import Plan, split
 from runtimes.schedule import validate
 from runtimes.system import System, evaluation_program
-from runtimes.systems import SYSTEMS, get_system
+from runtimes.systems import SYSTEMS, get_system, schedule_of
 
 if TYPE_CHECKING:
     from runtimes.model.stack import LayerStack
@@ -47,6 +48,7 @@ __all__ = [
     "samples_of",
     "stack_of",
     "tasks_of",
+    "warnings_of",
 ]
 
 
@@ -240,8 +242,10 @@ def _prove(config: Config, system: System, plan: Plan, size: int) -> None:
     # Where the pipeline stays full, the next epoch's first batch follows on the smaller last one.
     sizes *= 1 if system.drain == "epoch" else 2
     norm = optimizer_of(config).global_norm
-    for carried in range(system.carries + 1):
-        program = system.program(plan, sizes, carried=carried, norm=norm)
+    # What is periodic falls on the first update, or on the last there is.
+    phases = {0, system.period - 1}
+    for carried, phase in product(range(system.carries + 1), sorted(phases)):
+        program = system.program(plan, sizes, carried=carried, norm=norm, phase=phase)
         validate(program, system.declared(plan, carried=carried))
     validate(evaluation_program(plan, validated, config.train.evaluation_batch_size))
 
@@ -313,6 +317,15 @@ def tasks_of(config: Config, layers: Layers) -> tuple[Task, ...]:
     return tuple(tasks)
 
 
+def warnings_of(config: Config, tasks: Sequence[Task]) -> list[str]:
+    """What their systems have to say of plans that they can run."""
+    return [
+        f"{config.title}: {task.label}: {text}"
+        for task in tasks
+        for text in schedule_of(task.system, task.options).warnings(task.plan)
+    ]
+
+
 def _switch(config: Config, tasks: Sequence[Task]) -> SwitchSpec | None:
     if config.switch is None:
         return None
@@ -353,5 +366,6 @@ def job_of(
         switch=_switch(config, tasks),
         transport=config.launch.transport,
         start_from=start_from,
+        start_from_reference=config.train.start_from_reference,
         emulation=emulation_of(config),
     )

@@ -23,7 +23,7 @@ from experiments.origin import origin_of
 from experiments.outcome import Outcome
 from experiments.preflight import check_checkpoint, check_launch, disk_bytes, missing_hardware
 from experiments.progress import EventTail, Progress, describe
-from experiments.resolve import Layers, job_of, layers_of, optimizer_of, tasks_of
+from experiments.resolve import Layers, job_of, layers_of, optimizer_of, tasks_of, warnings_of
 from experiments.store import Lock, RunDirectory, Store
 from experiments.summary import FINISHED, contender_events, last_status, record_ids, summarise
 from runtimes.job import DataSpec, Job, Task
@@ -71,7 +71,7 @@ def intent(prepared: Prepared, store: Store, *, fresh: bool) -> str:
     manifest = None if fresh else check_checkpoint(run)
     if manifest is not None:
         return f"resume from update {manifest.step}"
-    origin = origin_of(prepared.config, store)
+    origin = origin_of(prepared.config, store, prepared.tasks[0])
     return "run" if origin is None else f"start from update {origin.step} of {origin.path.name}"
 
 
@@ -98,6 +98,7 @@ def execute(
         trackers = {
             record: _tracker(config, run, record, progress) for record in record_ids(config, run.id)
         }
+        progress.warn(warnings_of(config, prepared.tasks))
         if _finished(prepared, run):
             progress.say(f"{config.title}: done before, in {run.path}")
             results = _records(config, run, _known_environment(config, run), force=False)
@@ -164,7 +165,7 @@ def _attempt(
     check_launch(config)
     manifest = check_checkpoint(run)
     # A run that has a checkpoint of its own does not need the other's any more.
-    origin = origin_of(config, store) if manifest is None else None
+    origin = origin_of(config, store, prepared.tasks[0]) if manifest is None else None
     store.check(disk_bytes(config, prepared.layers))
     job = job_of(
         config,

@@ -12,9 +12,9 @@ from experiments.config import Config
 from experiments.errors import UserError, one_line
 from experiments.identity import run_id
 from experiments.loading import load
-from experiments.memory import largest_batch, memory_peaks_of
+from experiments.memory import largest_batch, largest_pipelines, memory_peaks_of
 from experiments.profiles import check_profile, load_profile, model_of
-from experiments.resolve import image_of, job_of, layers_of, stack_of, tasks_of
+from experiments.resolve import image_of, job_of, layers_of, stack_of, tasks_of, warnings_of
 from runtimes.job import DataSpec, Job, Task
 from runtimes.planning.profile import Profile
 from runtimes.schedule import Program
@@ -67,11 +67,10 @@ def simulation_document(request: Request) -> dict[str, Any]:
     """Of schema pipebench.simulation/1; UserError for what cannot be simulated."""
     try:
         given = _inputs(request)
-        rows = [
-            row
-            for config in given.configs
-            for row in _rows_of(config, given.profile, given.clusters)
-        ]
+        rows, warnings = list[dict[str, Any]](), list[str]()
+        for config in given.configs:
+            warnings += warnings_of(config, tasks_of(config, layers_of(config)))
+            rows += _rows_of(config, given.profile, given.clusters)
     except ValueError as error:
         raise UserError(one_line(error)) from None
     if all(row["status"] == "oom" for row in rows):
@@ -82,6 +81,7 @@ def simulation_document(request: Request) -> dict[str, Any]:
         "name": f"{given.name}@{given.cluster.name}",
         "t": time.time(),
         "evidence": "simulated",
+        "warnings": warnings,
         "paper": None if paper is None else paper.model_dump(),
         "cluster": given.cluster.to_json(),
         "profile": {
@@ -244,6 +244,11 @@ def _too_much(
     rank, needed = found
     largest = largest_batch(job.batch_size, [task], fits)
     way_out = f"the largest batch that fits is {largest}" if largest else "no batch fits"
+    pipelines = largest_pipelines(
+        [task], lambda changed: lacking(_peaks(config, job, changed[0])) is None
+    )
+    if pipelines:
+        way_out = f"plan.pipelines = {pipelines} is the most that fit, {way_out}"
     return (
         f"{task.label}: rank {rank} needs {needed / 1e9:.3g} GB, a device of {cluster.name} has "
         f"{cluster.memory_bytes(rank) / 1e9:.3g} GB: {way_out}"
@@ -255,8 +260,9 @@ def _times(job: Job, task: Task, profile: Profile, cluster: Cluster) -> dict[str
     costs = ProfileCosts(profile, task.plan, job.optimizer.method)
     size, steps = task.batch_size or job.batch_size, _steps(job, task)
     segment = simulate(_program(job, task, steps), cluster, costs, keep=False)
-    # Enough to fill the pipeline, and for every replica to have its turn.
-    enough = 2 * task.plan.world_size
+    # Enough to fill the pipeline, for every replica to have its turn, and in whole periods.
+    period = schedule_of(task.system, task.options).period
+    enough = -(-2 * task.plan.world_size // period) * period
     full = steady(lambda batches: _program(job, task, batches), cluster, costs, enough)
     return {
         "status": "ok",

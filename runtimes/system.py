@@ -106,14 +106,9 @@ class System(ABC):
         """Whether activations are sent and received as of Program.rendezvous."""
         return False
 
-    @property
-    def joint_average(self) -> bool:
-        """As of Program.joint_average."""
-        return True
-
-    def averages(self, update: int) -> bool:
-        """Whether parallel pipelines are tied together after that update of the run."""
-        return False
+    def averages(self, plan: Plan, update: int) -> bool:
+        """Whether the plan's pipelines are averaged after that update of the run."""
+        return self.elastic(plan) is not None and (update + 1) % self.period == 0
 
     def warnings(self, plan: Plan) -> tuple[str, ...]:
         """What can be run, but should not be without a second look; a sentence each."""
@@ -125,8 +120,8 @@ class System(ABC):
             raise ValueError(
                 f"{self.name} has one pipeline, but plan.pipelines is {plan.pipelines}: set it to 1"
             )
-        replicas = max(stage.replicas for stage in plan.stages)
-        if not self.joint_average and replicas > 1:
+        elastic, replicas = self.elastic(plan), max(stage.replicas for stage in plan.stages)
+        if elastic is not None and not elastic.joint and replicas > 1:
             # Each copy's averaging has its place in an order, which replicas would have to share.
             raise ValueError(
                 f"asynchronous averaging at a stage of {replicas} replicas, whose orders would "
@@ -151,6 +146,7 @@ class System(ABC):
                 'clip by: set optimizer.clip_by = "stage"'
             )
         batches = Batches(sizes, plan.micro_batches, plan.pipelines, self.rounds)
+        elastic = self.elastic(plan)
         return lower(
             self.compute_order(plan, batches, carried=carried, norm=norm, phase=phase),
             plan,
@@ -158,7 +154,7 @@ class System(ABC):
             blocking_reduce=self.blocking_reduce,
             rendezvous=self.rendezvous,
             carried=carried,
-            joint_average=self.joint_average,
+            joint_average=elastic is None or elastic.joint,
             phase=phase,
         )
 
@@ -182,7 +178,7 @@ class FlushSystem(System):
             batches,
             lambda stage, units: self.warm_up(stage, stages, units),
             norm=norm,
-            averaged=lambda update: self.averages(phase + update),
+            averaged=lambda update: self.averages(plan, phase + update),
         )
 
     def declared(self, plan: Plan, *, carried: int = 0) -> Declared:
@@ -190,7 +186,7 @@ class FlushSystem(System):
         return Declared(
             delay=lambda stage, update: 0,
             in_flight=lambda stage: self.warm_up(stage, stages, units),
-            averages=self.averages,
+            averages=lambda update: self.averages(plan, update),
         )
 
 

@@ -65,7 +65,7 @@ def fitting_plan(system: System, plan: Plan) -> Plan:
         micro_batches = 1
     elif system.name == "pipedream_2bw":
         micro_batches, replicas = max(stages, micro_batches), [max(replicas)] * stages
-    elif not system.joint_average:
+    elif getattr(system, "averaging", None) == "asynchronous":
         replicas = [1] * stages
     recompute = plan.stages[0].recompute
     return Plan.even(

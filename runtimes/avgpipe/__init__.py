@@ -53,13 +53,6 @@ class AvgPipe(FlushSystem):
     def period(self) -> int:
         return self.every
 
-    @property
-    def joint_average(self) -> bool:
-        return self.averaging == "synchronous"
-
-    def averages(self, update: int) -> bool:
-        return (update + 1) % self.every == 0
-
     def strength(self, plan: Plan) -> float:
         """α."""
         return 1 / plan.pipelines if self.alpha is None else self.alpha
@@ -69,14 +62,14 @@ class AvgPipe(FlushSystem):
         alpha, centre_first = self.strength(plan), self.form == "centre-first"
         if plan.pipelines == 1 and alpha == 1 and centre_first:
             return None
-        return Elastic(alpha, centre_first, joint=self.joint_average)
+        return Elastic(alpha, centre_first, joint=self.averaging == "synchronous")
 
     def warnings(self, plan: Plan) -> tuple[str, ...]:
-        copies, alpha = plan.pipelines, self.strength(plan)
-        how = {"symmetric": self.form == "symmetric", "joint": self.joint_average}
-        if is_stable(alpha, copies, **how):
+        copies, elastic = plan.pipelines, self.elastic(plan)
+        if elastic is None or is_stable(elastic, copies):
             return ()
         return (
-            f"alpha = {alpha:g} with N = {copies} is outside the range in which {self.averaging} "
-            f"averaging in the {self.form} form is stable, {stable_strengths(copies, **how)}",
+            f"alpha = {elastic.alpha:g} is outside the range in which {self.averaging} averaging "
+            f"of {copies} copies in the {self.form} form is stable: "
+            f"{stable_strengths(elastic, copies)}",
         )

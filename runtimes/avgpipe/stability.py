@@ -23,27 +23,30 @@ from __future__ import annotations
 
 from math import sqrt
 
+from runtimes.system import Elastic
+
 __all__ = ["is_stable", "stable_strengths"]
 
 
-def is_stable(alpha: float, copies: int, *, symmetric: bool, joint: bool) -> bool:
-    """Whether averaging with α > 0 is; ``joint``: of all copies at once."""
-    if not joint:
-        return alpha < 1 if symmetric else alpha <= 1
+def is_stable(elastic: Elastic, copies: int) -> bool:
+    """Whether averaging so many copies is, for α > 0."""
+    alpha = elastic.alpha
+    if not elastic.joint:
+        return alpha <= 1 if elastic.centre_first else alpha < 1
     apart, together = 1 - alpha, 1 - copies * alpha
-    factors = (apart, apart - copies * alpha) if symmetric else (apart, apart * together)
+    factors = apart, apart * together if elastic.centre_first else apart - copies * alpha
     return all(abs(factor) < 1 for factor in factors)
 
 
-def stable_strengths(copies: int, *, symmetric: bool, joint: bool) -> str:
+def stable_strengths(elastic: Elastic, copies: int) -> str:
     """The α for which :func:`is_stable`, and where that is from."""
-    source = "Zhang et al. 2015" if symmetric and joint else "runtimes/avgpipe/stability.py"
-    if not joint:
-        return f"α {'<' if symmetric else '≤'} 1 ({source})"
-    if symmetric:
-        return f"α < 2/(N + 1) = {2 / (copies + 1):.3g} ({source})"
+    ours = "runtimes/avgpipe/stability.py"
+    if not elastic.joint:
+        return f"α {'≤' if elastic.centre_first else '<'} 1 ({ours})"
+    if not elastic.centre_first:
+        return f"α < 2/(N + 1) = {2 / (copies + 1):.3g} (Zhang et al. 2015)"
     last, under = (copies + 1) / copies, copies * copies - 6 * copies + 1
     if under < 0:
-        return f"α < (N + 1)/N = {last:.3g} ({source})"
+        return f"α < (N + 1)/N = {last:.3g} ({ours})"
     low, high = ((copies + 1 + sign * sqrt(under)) / (2 * copies) for sign in (-1, 1))
-    return f"α < {low:.3g} or {high:.3g} < α < (N + 1)/N = {last:.3g} ({source})"
+    return f"α < {low:.3g} or {high:.3g} < α < (N + 1)/N = {last:.3g} ({ours})"

@@ -7,28 +7,29 @@ program serves any model and any layers of a stage.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from runtimes.job import Transport
 from runtimes.plan import Plan
 from runtimes.schedule.action import RECEIVES, SENDS, Action, Op
 from runtimes.schedule.posting import Posting, posting
-from runtimes.schedule.program import Program
+from runtimes.schedule.program import Program, Stream
 from runtimes.schedule.replay import replay
 
 __all__ = ["Holding", "census", "holdings"]
 
 
 class Holding(NamedTuple):
-    """Of one rank at one moment.  Numbers are samples, but for ``gradients``; *activation* is what
-    comes in from the stage before, *gradient* from the stage after."""
+    """Of one rank, or one stream of it, at one moment.  Numbers are samples, but for ``gradients``;
+    *activation* is what comes in from the stage before, *gradient* from the stage after."""
 
     #: Of each unit whose forward (or recomputation) is kept for its backward.
     kept: tuple[int, ...] = ()
-    #: Of the unit whose backward has begun, and how many of its parts are done.
-    begun: tuple[int, int] = (0, 0)
+    #: Of the unit (one a stream) whose backward has begun, and how many of its parts are done.
+    begun: tuple[tuple[int, int], ...] = ()
     #: Inputs kept for recomputation.
     inputs: int = 0
     #: Sets of gradients, complete or not closed yet.
@@ -69,10 +70,12 @@ class _Message(NamedTuple):
     whole: bool
 
 
-class _Rank:
-    """Follows one rank's actions."""
+class _Walk:
+    """Follows one stream's actions; ``in_flight``: as of :func:`holdings`."""
 
-    def __init__(self, program: Program, rank: int, transport: Transport, in_flight: int):
+    def __init__(
+        self, program: Program, rank: int, stream: Stream, transport: Transport, in_flight: int
+    ):
         self.program, self.in_flight = program, in_flight
         self.stage, self.replica = program.plan.place(rank)
         self.plan = program.plan.stages[self.stage]
@@ -85,7 +88,6 @@ class _Rank:
         self.posted: Counter[Op] = Counter()
         self.posting: Posting | None = None
         if self.apart:
-            (stream,) = program.of_rank(rank)
             self.posting = posting(stream, rendezvous=program.rendezvous)
             self._post(self.posting.begin())
 
@@ -120,7 +122,7 @@ class _Rank:
             self.made[action.unit].update(every if action.part is None else (action.part,))
             if action.part is not None and self.apart:
                 self.buckets[action.unit].append(action.part)
-        else:
+        elif action.op in (Op.NORM, Op.STEP):
             self.buckets.pop(action.unit, None)
             if action.op == Op.STEP:
                 self.made.pop(action.unit, None)
@@ -204,7 +206,7 @@ class _Rank:
 
     def holding(self) -> Holding:
         units, parts = self.units.values(), len(self.plan.parts)
-        begun = next(((u.samples, u.done) for u in units if u.kept and u.done), (0, 0))
+        begun = tuple((u.samples, u.done) for u in units if u.kept and u.done)
         received: Counter[Op] = sum((u.received for u in units), Counter())
         return Holding(
             kept=tuple(sorted(u.samples for u in units if u.kept and not u.done)),
@@ -225,41 +227,96 @@ def _samples(action: Action) -> int:
     return action.interval[1] - action.interval[0]
 
 
+def _together(held: Collection[Holding]) -> Holding:
+    """What a rank holds for all its streams."""
+    if len(held) == 1:
+        (alone,) = held
+        return alone
+    kept, begun, inputs, gradients, parts, buckets, *messages = zip(*held, strict=True)
+    return Holding(
+        tuple(sorted(chain.from_iterable(kept))),
+        tuple(sorted(chain.from_iterable(begun))),
+        sum(inputs),
+        sum(gradients),
+        tuple(sorted(chain.from_iterable(parts))),
+        tuple(sorted(chain.from_iterable(buckets))),
+        *map(sum, messages),
+    )
+
+
+class _Rank:
+    """All walks of a rank."""
+
+    def __init__(self, program: Program, rank: int, transport: Transport, in_flight: int):
+        self.walks = {
+            stream.pipeline: _Walk(program, rank, stream, transport, in_flight)
+            for stream in program.of_rank(rank)
+        }
+        self._held = {pipeline: walk.holding() for pipeline, walk in self.walks.items()}
+
+    def act(self, action: Action) -> None:
+        self.walks[action.pipeline].act(action)
+
+    def holding(self, pipeline: int) -> Holding:
+        """Now, when only what is held for this pipeline has changed."""
+        self._held[pipeline] = self.walks[pipeline].holding()
+        return _together(self._held.values())
+
+    def taken(self, action: Action) -> None:
+        self.walks[action.pipeline].taken(action)
+        self._held[action.pipeline] = self.walks[action.pipeline].holding()
+
+
+#: What is held after some action, with the first action after which it is.
+_Found = dict[Holding, Action]
+
+
 def census(
     program: Program, transport: Transport, in_flight: Mapping[int, int]
-) -> list[dict[Holding, Action]]:
-    """By rank: everything it holds after some action, with the first action after which it does.
+) -> list[list[_Found]]:
+    """By rank: everything it holds after some action.  Over torch.distributed how a rank's streams
+    interleave depends on times, so there it is what is held for each stream by itself; in one
+    process it is the rank's.
 
-    ``in_flight``: by stage, the units that the system declares at most in flight there.
+    ``in_flight``: by stage, the units that the system declares at most in flight there in a
+    pipeline.
     """
     plan = program.plan
     before = [in_flight.get(plan.place(rank)[0] - 1, 0) for rank in range(plan.world_size)]
-    found: list[dict[Holding, Action]] = [{} for _ in before]
     if transport == "distributed":
-        for rank, most in enumerate(before):
-            for action, holding in holdings(program, rank, most):
-                found[rank].setdefault(holding, action)
-        return found
+        return [
+            [_of_stream(program, rank, stream, most) for stream in program.of_rank(rank)]
+            for rank, most in enumerate(before)
+        ]
+    found: list[_Found] = [{} for _ in before]
     ranks = [_Rank(program, rank, transport, most) for rank, most in enumerate(before)]
     for action in replay(program):
         rank = plan.rank(action.stage, action.replica)
         ranks[rank].act(action)
         if action.op in RECEIVES:
             ranks[_neighbour(plan, action)].taken(action)
-        found[rank].setdefault(ranks[rank].holding(), action)
+        found[rank].setdefault(ranks[rank].holding(action.pipeline), action)
+    return [[of_rank] for of_rank in found]
+
+
+def _of_stream(program: Program, rank: int, stream: Stream, most: int) -> _Found:
+    walk, found = _Walk(program, rank, stream, "distributed", most), _Found()
+    for action in stream:
+        walk.act(action)
+        found.setdefault(walk.holding(), action)
     return found
 
 
 def holdings(
-    program: Program, rank: int, in_flight_before: int
-) -> Iterator[tuple[Action, Holding]]:
-    """Over torch.distributed, where it depends on its own stream only: what a rank holds after each
-    of its actions.  ``in_flight_before``: units at most in flight at the stage before."""
+    program: Program, rank: int, in_flight_before: int, actions: Iterable[Action]
+) -> Iterator[Holding]:
+    """Over torch.distributed, where it depends on its own actions only: what a rank holds after
+    each of them, in the order in which it performs them.  ``in_flight_before``: units at most in
+    flight at the stage before in a pipeline."""
     walker = _Rank(program, rank, "distributed", in_flight_before)
-    (stream,) = program.of_rank(rank)
-    for action in stream:
+    for action in actions:
         walker.act(action)
-        yield action, walker.holding()
+        yield walker.holding(action.pipeline)
 
 
 def _neighbour(plan: Plan, receive: Action) -> int:

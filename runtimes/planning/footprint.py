@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from runtimes.execution.criterion import cross_entropy_sum
 from runtimes.execution.precision import autocast, dtype_of
 from runtimes.job import Precision
+from runtimes.model.batch_norm import running_names
 from runtimes.model.stack import LayerStack
 from runtimes.planning.likeness import first_alike
 
@@ -57,8 +58,9 @@ class Footprint:
         self._shapes = (tuple(image), *stack.output_shapes(tuple(image), self._dtype))
         #: Bytes of one sample's input of every layer, and of the model's output.
         self.boundaries = tuple(math.prod(shape) * self._dtype.itemsize for shape in self._shapes)
-        #: Of every layer: trained weights and the number of their tensors; other weights, buffers.
-        self.weights, self.tensors, self.constants = [], [], []
+        #: Of every layer: trained weights and the number of their tensors; other weights, buffers;
+        #: of the latter those that forwards change.
+        self.weights, self.tensors, self.constants, self.running = [], [], [], []
         for layer in stack.layers:
             parameters = list(layer.module.parameters())
             trained = [p for p in parameters if p.requires_grad]
@@ -66,6 +68,8 @@ class Footprint:
             self.weights.append(sum(map(self._size, trained)))
             self.tensors.append(len(trained))
             self.constants.append(sum(map(self._size, (*fixed, *layer.module.buffers()))))
+            changing = map(layer.module.get_buffer, running_names(layer.module))
+            self.running.append(sum(map(self._size, changing)))
         self._lone = stack.lone_norms(tuple(image), self._dtype)
         #: Of every layer the first that does the same.
         self.alike = first_alike(stack, self._shapes)

@@ -133,6 +133,22 @@ class Profile:
             for layer in self.layers[first:last]
         )
 
+    def average_seconds(self, first: int, last: int, copies: int) -> float:
+        """Of drawing so many copies of layers [first, last) and their reference to each other.
+
+        It is bound by memory as a step of plain SGD is, which reads two tensors of the weights'
+        size and writes one: so is what a copy adds to the reference, and what it takes of it; that
+        the reference is scaled once, before, reads one and writes one.
+        """
+        if "sgd" not in self.optimizer_seconds_per_byte:
+            raise ValueError(
+                "the profile has no step of 'sgd', from which the time of averaging follows: "
+                "profile it"
+            )
+        steps = 2 * copies + 2 / 3
+        weights = sum(layer.parameter_bytes for layer in self.layers[first:last])
+        return steps * self.optimizer_seconds_per_byte["sgd"] * weights
+
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}
 

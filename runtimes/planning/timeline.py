@@ -10,7 +10,7 @@ from runtimes.execution.accounting import Peak
 from runtimes.job import Job, Task
 from runtimes.planning.census import Holding, holdings
 from runtimes.planning.footprint import Footprint
-from runtimes.planning.memory import bytes_held
+from runtimes.planning.memory import bytes_held, sets_of
 from runtimes.schedule.action import Action
 from runtimes.simulation.simulator import Simulation
 from runtimes.systems import schedule_of
@@ -39,23 +39,23 @@ def memory_timeline(
     for rank, timed in enumerate(simulation.timed):
         stage, _ = plan.place(rank)
         bytes_of = partial(
-            bytes_held, job, plan.stages[stage], system.live_versions(plan, stage), footprint
+            bytes_held, job, plan.stages[stage], sets_of(system, plan, stage), footprint
         )
         held: dict[Holding, dict[str, int]] = {}
         before = declared.in_flight(stage - 1) if stage else 0
-        walked = holdings(simulation.program, rank, before)
+        walked = holdings(simulation.program, rank, before, (item.action for item in timed))
         timeline = []
-        for item, (action, holding) in zip(timed, walked, strict=True):
+        for item, holding in zip(timed, walked, strict=True):
             if holding not in held:
                 held[holding] = bytes_of(holding)
-            timeline.append(Moment(item.end, held[holding], action))
+            timeline.append(Moment(item.end, held[holding], item.action))
         timelines.append(timeline)
     return timelines
 
 
 def timeline_peak(timeline: Sequence[Moment]) -> Peak:
     """The most that a rank holds, which is what :func:`runtimes.planning.memory.memory_peaks`
-    predicts for the same batches."""
+    predicts for the same batches, or, with parallel pipelines, bounds."""
     peak = Peak()
     for moment in timeline:
         peak.see(moment.held_bytes, moment.action)

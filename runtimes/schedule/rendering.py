@@ -7,7 +7,7 @@ from itertools import islice
 from runtimes.schedule.action import Action
 from runtimes.schedule.program import Program, Stream
 
-__all__ = ["label", "marked_grid"]
+__all__ = ["label", "marked_grid", "place"]
 
 
 def marked_grid(program: Program, where: Stream, position: int, around: int = 6) -> str:
@@ -38,10 +38,16 @@ def _short(action: Action) -> str:
 
 def label(program: Program, stream: Stream) -> str:
     """Rank, stage and what else tells a stream from the others."""
-    stage, replica = program.plan.place(stream.rank)
-    text = f"rank {stream.rank} (stage {stage}"
+    text = place(program, stream.rank)
+    if program.batches.pipelines > 1:
+        text = f"{text[:-1]}, pipeline {stream.pipeline})"
+    return text
+
+
+def place(program: Program, rank: int) -> str:
+    """The rank with its stage, and the replica where there are several."""
+    stage, replica = program.plan.place(rank)
+    text = f"rank {rank} (stage {stage}"
     if program.plan.stages[stage].replicas > 1:
         text += f", replica {replica}"
-    if program.batches.pipelines > 1:
-        text += f", pipeline {stream.pipeline}"
     return text + ")"

@@ -32,6 +32,9 @@ class Costs(Protocol):
     def step_seconds(self, stage: int, replica: int) -> float:
         """Of an optimizer's step."""
 
+    def average_seconds(self, stage: int, replica: int, copies: int) -> float:
+        """Of tying so many copies to their reference at once."""
+
     def message_bytes(self, boundary: int) -> float:
         """Of one sample, between stage ``boundary`` and the next one, either way."""
 
@@ -46,7 +49,8 @@ class ProfileCosts:
     """The layers of a profile, cut as the plan says.
 
     A B of a part is the backward of that part's layers, an R costs a forward, a message has the
-    boundary's bytes.  ``optimizer``: its name in the profile; None for steps that cost nothing.
+    boundary's bytes.  ``optimizer``: its name in the profile; None for steps, and averaging, that
+    cost nothing.
     """
 
     def __init__(self, profile: Profile, plan: Plan, optimizer: str | None = None):
@@ -63,6 +67,7 @@ class ProfileCosts:
             )
         self._profile, self._plan = profile, plan
         self._step_seconds_per_byte = 0.0 if optimizer is None else known[optimizer]
+        self._averages = optimizer is not None
         self._known: dict[tuple[Op, int, int | None, int], float] = {}
 
     def compute_seconds(
@@ -81,6 +86,10 @@ class ProfileCosts:
 
     def step_seconds(self, stage: int, replica: int) -> float:
         return self._step_seconds_per_byte * self.reduced(stage, None).size
+
+    def average_seconds(self, stage: int, replica: int, copies: int) -> float:
+        layers = self._layers(stage, None)
+        return self._profile.average_seconds(*layers, copies) if self._averages else 0.0
 
     def message_bytes(self, boundary: int) -> float:
         return self._profile.boundaries[self._plan.stages[boundary].last]
@@ -117,6 +126,8 @@ class UniformCosts:
     #: Of a whole stage, which a reduction in parts takes in as many calls as there are parts.
     tensors: int = 1
     action_seconds: Mapping[Op, float] = field(default_factory=dict)
+    #: Of averaging, a copy.
+    copy_seconds: float | Sequence[float] = 0.0
 
     def __post_init__(self) -> None:
         for name in (
@@ -124,6 +135,7 @@ class UniformCosts:
             "backward_seconds",
             "recompute_seconds",
             "optimizer_seconds",
+            "copy_seconds",
             "sample_bytes",
             "parameter_bytes",
         ):
@@ -147,6 +159,9 @@ class UniformCosts:
 
     def step_seconds(self, stage: int, replica: int) -> float:
         return _at(self.optimizer_seconds, stage)
+
+    def average_seconds(self, stage: int, replica: int, copies: int) -> float:
+        return copies * _at(self.copy_seconds, stage)
 
     def message_bytes(self, boundary: int) -> float:
         return _at(self.sample_bytes, boundary)

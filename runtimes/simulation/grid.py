@@ -1,13 +1,18 @@
-"""Programs drawn over time as text: what each rank computes in each column."""
+"""Programs drawn over time as text: what each rank computes in each column.
+
+Parallel pipelines share their rank's row: F3a is the forward of unit 3 of the first pipeline, F3b
+of the second.
+"""
 
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Mapping
 
-from runtimes.schedule.action import COMPUTE, Op
+from runtimes.schedule.action import COMPUTE, Action, Op
 from runtimes.schedule.program import Program
-from runtimes.schedule.rendering import label
+from runtimes.schedule.rendering import place
 from runtimes.simulation.cluster import Cluster
 from runtimes.simulation.costs import Costs, UniformCosts
 from runtimes.simulation.simulator import Simulation, Timed, simulate
@@ -38,15 +43,19 @@ def grid(program: Program, slots: Mapping[Op, int] = SLOTS) -> str:
 
 
 def computations(simulation: Simulation) -> list[list[Timed]]:
-    """For each stream of the program its F, B and R."""
+    """For each rank its F, B and R."""
     return [
-        [
-            timed
-            for timed in simulation.timed[stream.rank]
-            if timed.action.op in COMPUTE and timed.action.pipeline == stream.pipeline
-        ]
-        for stream in simulation.program.streams
+        [timed for timed in of_rank if timed.action.op in COMPUTE] for of_rank in simulation.timed
     ]
+
+
+def _name(action: Action, pipelines: int) -> str:
+    name = f"{action.op.value}{action.unit}"
+    if pipelines == 1:
+        return name
+    letters = string.ascii_lowercase
+    few = pipelines <= len(letters)
+    return name + (letters[action.pipeline] if few else f".{action.pipeline}")
 
 
 def draw(simulation: Simulation, seconds: float) -> str:
@@ -54,7 +63,7 @@ def draw(simulation: Simulation, seconds: float) -> str:
     program, rows = simulation.program, computations(simulation)
     names = [
         {
-            column: f"{timed.action.op.value}{timed.action.unit}"
+            column: _name(timed.action, program.batches.pipelines)
             for timed in row
             for column in range(
                 math.ceil((timed.start + timed.waited) / seconds - 0.5),
@@ -66,9 +75,9 @@ def draw(simulation: Simulation, seconds: float) -> str:
     end = max((max(row) + 1 for row in names if row), default=0)
     width = max((len(name) for row in names for name in row.values()), default=1)
     lines = []
-    for stream, row in zip(program.streams, names, strict=True):
+    for rank, row in enumerate(names):
         drawn = " ".join(row.get(column, ".").ljust(width) for column in range(end))
-        lines.append(f"{label(program, stream)} | {drawn.rstrip()}")
+        lines.append(f"{place(program, rank)} | {drawn.rstrip()}")
     return "\n".join(lines)
 
 

@@ -4,6 +4,8 @@ A rank does what ``runtimes.execution.worker`` does: of its streams the first th
 one action at a time.
 
 F, B, R, STEP  take the device for their cost.
+AVERAGE        begins as of ``runtimes.schedule.joining``.  The first of a rank takes the device for
+               the cost of all its copies, as that is when they are tied; alone each takes its own.
 sends          are issued, and travel (``runtimes.simulation.network``) while the rank goes on.  As
                of ``Program.rendezvous`` a SEND_ACT is issued when its receive is posted, and ends
                when the message has arrived.
@@ -30,6 +32,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from runtimes.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Op
+from runtimes.schedule.joining import Joining
 from runtimes.schedule.posting import posting
 from runtimes.schedule.program import Channel, Program, channel
 from runtimes.simulation.agenda import Agenda
@@ -42,8 +45,8 @@ from runtimes.simulation.state import Head, Lane, Rank, Sent, Timed
 __all__ = ["Simulation", "Timed", "simulate"]
 
 #: What takes the device for more than an overhead, and what may have to wait for others.
-_BUSY = COMPUTE | {Op.STEP}
-_WAITING = RECEIVES | {Op.NORM, Op.STEP}
+_BUSY = COMPUTE | {Op.STEP, Op.AVERAGE}
+_WAITING = RECEIVES | {Op.NORM, Op.STEP, Op.AVERAGE}
 #: Actions that a deadlock names.
 _NAMED = 8
 
@@ -93,7 +96,9 @@ class _Simulator:
             for stage, planned in enumerate(self.plan.stages)
             for replica in range(planned.replicas)
         }
-        self.ranks = [Rank(number, *places[number]) for number in range(len(places))]
+        self.ranks = [
+            Rank(number, *places[number], Joining(program, number)) for number in range(len(places))
+        ]
 
     def run(self) -> Simulation:
         for stream in self.program.streams:
@@ -225,6 +230,8 @@ class _Simulator:
             ready = lane.arrivals[0][0] if lane.arrivals else math.inf
         elif op is Op.STEP or op is Op.NORM:
             ready = self._joined(rank, action)
+        elif op is Op.AVERAGE:
+            return rank.joining.ready(action)
         else:
             return True
         if now < ready < math.inf:
@@ -262,12 +269,14 @@ class _Simulator:
             parts["overhead"] += seconds
         if op in _BUSY:
             cost = self._cost(rank, head, action)
-            parts["optimizer" if op is Op.STEP else "compute"] += cost
+            parts["compute" if op in COMPUTE else "optimizer"] += cost
             seconds += cost
         return seconds
 
     def _cost(self, rank: Rank, head: Head, action: Action) -> float:
-        """Of a computation or step."""
+        """Of a computation, step or averaging."""
+        if action.op is Op.AVERAGE:
+            return self._averaging(rank, action)
         samples = 0 if action.op is Op.STEP else head.samples
         if samples is None:
             low, high = self.program.share(action.pipeline, rank.stage, rank.replica, action.unit)
@@ -284,6 +293,16 @@ class _Simulator:
             rank.seconds[key] = checked(str(action), seconds)
         return seconds
 
+    def _averaging(self, rank: Rank, action: Action) -> float:
+        copies = len(rank.heads) if self.program.joint_average else 1
+        if self.program.joint_average and action.unit <= rank.averaged:
+            copies = 0
+        rank.averaged = action.unit
+        if not copies:
+            return 0.0
+        seconds = self.costs.average_seconds(rank.stage, rank.replica, copies)
+        return checked(str(action), seconds)
+
     def _perform(self, rank: Rank, head: Head, action: Action, now: float) -> bool:
         """What the action does when it has had its time; False if the rank is blocked in it."""
         op, lane = action.op, head.lane
@@ -298,6 +317,7 @@ class _Simulator:
         elif op is Op.STEP:
             rank.reductions.pop((action.pipeline, action.unit), None)
             rank.norms.pop((action.pipeline, action.unit), None)
+            rank.joining.made(action)
         if through:
             self._through(rank, head, action, now)
         else:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from runtimes.execution.trace import PARTS
 from runtimes.schedule.action import Action, Op
+from runtimes.schedule.joining import Joining
 from runtimes.schedule.posting import Posting
 from runtimes.simulation.network import Route
 
@@ -82,6 +83,7 @@ class Rank:
     number: int
     stage: int
     replica: int
+    joining: Joining
     heads: list[Head] = field(default_factory=list)
     current: Head | None = None
     waits: bool = True
@@ -99,6 +101,8 @@ class Rank:
     norms: dict[tuple[int, int], Joint] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     timed: list[Timed] = field(default_factory=list)
+    #: The latest update that any of its pipelines was averaged after.
+    averaged: int = -1
 
     def robbed(self, seconds: float, now: float) -> None:
         """A transfer that takes so much of its time begins."""

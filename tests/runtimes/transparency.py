@@ -222,10 +222,12 @@ class Case:
     clip_by: str = "global"
     #: Batches of an epoch, of which segments are made.
     epoch: tuple[int, ...] = EPOCH
+    pipelines: int = 1
 
     def __str__(self) -> str:
         words = [self.system, *(f"{key}={value}" for key, value in self.options)]
         words += [f"S{self.stages}", f"M{self.micro_batches}"]
+        words += [f"N{self.pipelines}"] * (self.pipelines > 1)
         words += [f"R{'-'.join(map(str, self.replicas))}"] if self.replicas else []
         words += ["recompute"] * self.recompute
         words += [f"clip-{self.clip_by}"] * (self.clip is not None)
@@ -244,6 +246,7 @@ class Case:
             self.stages,
             self.replicas,
             micro_batches=self.micro_batches,
+            pipelines=self.pipelines,
             recompute=self.recompute,
             cuts=self.cuts,
         )

@@ -49,13 +49,13 @@ def test_what_is_held_at_once(
     plan = Plan.even(stages, stages, micro_batches=units)
     program = get_system(system).program(plan, (24,) * 8, norm=norm)
     found = census(program, "distributed", dict.fromkeys(range(stages), stages))
-    assert [largest(share) for share in found] == expected
+    assert [largest(share) for (share,) in found] == expected
 
 
 def test_recomputation_keeps_inputs_and_one_unit() -> None:
     plan = Plan.even(3, 3, micro_batches=6, recompute=True)
     program = get_system("dapple").program(plan, (24,) * 3)
-    for stage, found in enumerate(census(program, "distributed", {0: 3, 1: 2, 2: 1})):
+    for stage, (found,) in enumerate(census(program, "distributed", {0: 3, 1: 2, 2: 1})):
         assert max(len(holding.kept) for holding in found) == 1
         assert max(holding.inputs for holding in found) == (3 - stage) * 4
         at_once = max(holding.inputs + sum(holding.kept) for holding in found)
@@ -66,7 +66,7 @@ def test_messages_of_a_middle_stage() -> None:
     """1F1B, 4 units of 6 samples: two receives posted each way, and one being used."""
     plan = Plan.even(3, 3, micro_batches=4)
     program = get_system("dapple").program(plan, (24,) * 3)
-    found = census(program, "distributed", {0: 3, 1: 2, 2: 1})[1]
+    (found,) = census(program, "distributed", {0: 3, 1: 2, 2: 1})[1]
     assert max(holding.activations for holding in found) == 3 * 6
     assert max(holding.gradients_in for holding in found) == 3 * 6
     # One to be sent; and the stage before may hold three units, whose gradients are under way.

@@ -38,6 +38,8 @@ def case(
 CLIP: dict[str, Any] = {"clip": 0.5}
 VERTICAL = (("vertical_sync", True),)
 POLICY_B, PUBLISHED = (("policy", "B"),), (("order", "published"),)
+ADVANCE, SYMMETRIC = (("advance", 1),), (("form", "symmetric"),)
+ALONE = (("averaging", "asynchronous"),)
 CASES = [
     case("dp", replicas=(3,), cuts=(1, 2)),
     case("gpipe", 3, 4),
@@ -71,6 +73,13 @@ CASES = [
     case("dapple", 2, 4, model="resnet", recompute=True, optimizer="adamw"),
     case("gpipe", 3, 4, model="vgg"),
     case("ashpipe", 3, model="alexnet"),
+    # Copies and a reference; one that is always the only copy needs none.
+    case("avgpipe", 3, 4, pipelines=2, options=ADVANCE),
+    case("avgpipe", 3, 4, pipelines=1, options=ADVANCE),
+    case("avgpipe", 2, 3, pipelines=1, options=SYMMETRIC),
+    case("avgpipe", 2, 4, (2, 1), pipelines=3, batch=48, optimizer="adamw", recompute=True),
+    case("avgpipe", 2, 2, pipelines=2, batch=13, options=ALONE, **CLIP),
+    case("avgpipe", 2, 2, pipelines=2, model="resnet"),
 ]
 
 

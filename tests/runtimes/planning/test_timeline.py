@@ -50,6 +50,27 @@ def test_the_peak_over_time_is_the_predicted_one(case: Case) -> None:
         assert seconds[-1] == end
 
 
+@pytest.mark.parametrize("advance", [0, 1, 4])
+def test_the_peak_of_parallel_pipelines_is_below_the_predicted_one(advance: int) -> None:
+    """Which takes all of a rank's streams at their peaks; lasting kinds are what they are."""
+    options = (("advance", advance),)
+    case = Case("avgpipe", 3, 4, optimizer="adamw", options=options, pipelines=3)
+    job, sizes = replace(job_of(case), transport="distributed"), (36,) * 3
+    footprint = Footprint(stack_of(case.model), IMAGE, precision=job.precision)
+    timelines = memory_timeline(job, job.tasks[0], footprint, simulated(case, sizes))
+    bounds = memory_peaks(job, job.tasks[0], footprint, sizes)
+    one = replace(case, pipelines=1)
+    alone = memory_peaks(job_of(one), job_of(one).tasks[0], footprint, (12,) * 3)
+    for timeline, bound, single in zip(timelines, bounds, alone, strict=True):
+        peak = timeline_peak(timeline)
+        assert 0.5 * bound.total < peak.total <= bound.total
+        for kind in ("weights", "optimizer"):
+            assert peak.kinds[kind] == bound.kinds[kind]
+        assert bound.kinds["activations"] == 3 * single.kinds["activations"]
+        assert bound.kinds["gradients"] == 3 * single.kinds["gradients"]
+        assert bound.kinds["weights"] == 4 * single.kinds["weights"]
+
+
 def test_without_actions_there_is_no_time() -> None:
     case = CASES[0]
     job = job_of(case)
