@@ -44,6 +44,7 @@ LATER: tuple[tuple[str, str, object], ...] = (
     ("launch", "cluster_hash", None),
     ("launch", "truncation", None),
     ("plan", "pipelines", 1),
+    ("train", "start_from_reference", False),
 )
 
 

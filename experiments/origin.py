@@ -10,7 +10,8 @@ from experiments.errors import UserError, did_you_mean, one_line
 from experiments.profiles import model_of
 from experiments.resolve import samples_of
 from experiments.store import Store
-from runtimes.job import Job
+from runtimes.execution.starting import copies_kept, unfit
+from runtimes.job import Job, Task
 from runtimes.manifest import read_manifest
 
 __all__ = ["Origin", "origin_of"]
@@ -24,9 +25,9 @@ class Origin:
     step: int
 
 
-def origin_of(config: Config, store: Store) -> Origin | None:
+def origin_of(config: Config, store: Store, task: Task) -> Origin | None:
     """Of ``train.start_from``, if it is set; UserError if that run is not there, has no checkpoint,
-    or cannot be gone on from with this config."""
+    or cannot be gone on from with this config, which begins with ``task``."""
     given = config.train.start_from
     if given is None:
         return None
@@ -38,7 +39,7 @@ def origin_of(config: Config, store: Store) -> Origin | None:
         raise UserError(f"{start}: {one_line(error)}") from None
     if manifest is None:
         raise UserError(f"{start}, which has no checkpoint: run it first, or choose another run")
-    _check_fit(config, start, path)
+    _check_fit(config, start, path, task)
     _check_step(config, start, manifest.step)
     return Origin(path, manifest.step)
 
@@ -55,7 +56,7 @@ def _directory(given: str, start: str, store: Store) -> Path:
     )
 
 
-def _check_fit(config: Config, start: str, path: Path) -> None:
+def _check_fit(config: Config, start: str, path: Path, task: Task) -> None:
     """Weights go to the parameters of the same names, and so does the optimizer's state."""
     try:
         theirs = Job.load(path / "job.json")
@@ -75,6 +76,12 @@ def _check_fit(config: Config, start: str, path: Path) -> None:
             f"{start}, whose optimizer is {theirs.optimizer.name}, but train.optimizer.name is "
             f"{config.train.optimizer.name!r}: its state goes only to the same one"
         )
+    # Which of its systems it ended under is for its checkpoint to say.
+    others = [theirs.tasks[0], *([theirs.switch.task] if theirs.switch is not None else [])]
+    reference = config.train.start_from_reference
+    found = [unfit(task, copies_kept(other), reference=reference) for other in others]
+    if None not in found:
+        raise UserError(f"{start}, which {found[0]}")
 
 
 def _check_step(config: Config, start: str, step: int) -> None:

@@ -126,7 +126,11 @@ def disk_bytes(config: Config, layers: Layers) -> int:
     """What a run may write: two checkpoints (the last, and the next until it is whole), records."""
     if config.bench is not None:
         return _RECORD_BYTES
-    state = sum(layers.parameters) * parameter_bytes(config) * (1 + optimizer_of(config).states)
+    weights = sum(layers.parameters) * parameter_bytes(config)
+    plans = [config.plan, *([] if config.switch is None else [config.switch.plan])]
+    copies = max(plan.pipelines for plan in plans)
+    reference = weights if copies > 1 else 0
+    state = copies * weights * (1 + optimizer_of(config).states) + reference
     return 2 * state + _RECORD_BYTES
 
 

@@ -52,7 +52,9 @@ class Train(Section):
     """``seeds`` stands for one run a seed; ``evaluate_every`` and ``checkpoint_every`` in epochs.
 
     ``start_from``: id or directory of a run whose last checkpoint is the start, whatever its system
-    and plan.  ``action_timeout_s``: a rank that waits longer for another ends the run.
+    and plan; copies of parallel pipelines go only to as many, and all others take only their
+    reference, which ``start_from_reference`` asks for.  ``action_timeout_s``: a rank that waits
+    longer for another ends the run.
     """
 
     batch_size: Count
@@ -67,6 +69,7 @@ class Train(Section):
     checkpoint_every: Count = 1
     evaluation_batch_size: Count = 256
     start_from: str | None = Field(default=None, min_length=1)
+    start_from_reference: bool = False
     action_timeout_s: Seconds = 300.0
 
     @field_validator("precision", mode="before")
@@ -85,6 +88,11 @@ class Train(Section):
             raise ValueError(
                 f"learning_rate.warmup_epochs is {self.learning_rate.warmup_epochs}, but there are "
                 f"only {self.epochs} epochs"
+            )
+        if self.start_from_reference and self.start_from is None:
+            raise ValueError(
+                "start_from_reference is true, but there is no start_from: name the run whose "
+                "reference is the start"
             )
         if self.seeds is not None and len(set(self.seeds)) != len(self.seeds):
             raise ValueError(f"seeds {self.seeds} repeat one")

@@ -366,5 +366,6 @@ def job_of(
         switch=_switch(config, tasks),
         transport=config.launch.transport,
         start_from=start_from,
+        start_from_reference=config.train.start_from_reference,
         emulation=emulation_of(config),
     )

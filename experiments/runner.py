@@ -71,7 +71,7 @@ def intent(prepared: Prepared, store: Store, *, fresh: bool) -> str:
     manifest = None if fresh else check_checkpoint(run)
     if manifest is not None:
         return f"resume from update {manifest.step}"
-    origin = origin_of(prepared.config, store)
+    origin = origin_of(prepared.config, store, prepared.tasks[0])
     return "run" if origin is None else f"start from update {origin.step} of {origin.path.name}"
 
 
@@ -165,7 +165,7 @@ def _attempt(
     check_launch(config)
     manifest = check_checkpoint(run)
     # A run that has a checkpoint of its own does not need the other's any more.
-    origin = origin_of(config, store) if manifest is None else None
+    origin = origin_of(config, store, prepared.tasks[0]) if manifest is None else None
     store.check(disk_bytes(config, prepared.layers))
     job = job_of(
         config,

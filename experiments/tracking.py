@@ -62,20 +62,38 @@ def _point(event: Event) -> tuple[int, dict[str, float]]:
         # Steps count from 0; a loss that is not finite is recorded as text.
         loss = float(event["loss"])
         values = {"train/loss": loss, "train/lr": event["lr"], "epoch": event["epoch"]}
-        return event["step"] + 1, values
+        return event["step"] + 1, values | _each("train/loss", event.get("losses", ()))
     if kind == "segment" and event["kind"] == "train":
+        distances = _each("train/distance_to_reference", event.get("distances", ()))
         if "wall_s" not in event:  # Ranks that take turns in one process have no speed.
-            return event["last"], {}
+            return event["last"], distances
         throughput = {"train/images_per_s": event["samples"] / event["wall_s"]}
-        return event["last"], throughput | _times("time", event["ranks"])
+        return event["last"], distances | throughput | _times("time", event["ranks"])
     if kind == "evaluation":
-        values = {"validation/accuracy": event["accuracy"], "validation/loss": event["loss"]}
-        return event["step"], values
+        # Of the reference, where there are copies.
+        return event["step"], _quality("validation", event) | (
+            _quality("validation/mean_of_copies", event["mean_of_copies"])
+            if "mean_of_copies" in event
+            else {}
+        )
     if kind == "round":
         label = event["task"]
         values = {f"bench/images_per_s/{label}": event["samples"] / event["wall_s"]}
         return event["round"], values | _times(f"bench/time/{label}", event["ranks"])
     return 0, {}
+
+
+def _quality(prefix: str, found: Event) -> dict[str, float]:
+    return {f"{prefix}/accuracy": found["accuracy"], f"{prefix}/loss": float(found["loss"])}
+
+
+def _each(prefix: str, values: Sequence[float | str | None]) -> dict[str, float]:
+    """Of each pipeline; None for one that had no sample."""
+    return {
+        f"{prefix}/p{pipeline}": float(value)
+        for pipeline, value in enumerate(values)
+        if value is not None
+    }
 
 
 def _times(prefix: str, ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -181,7 +181,8 @@ class Job:
     """``bench`` is None for a training run, which has exactly one task, to begin with.
 
     ``transport``: a process for each rank, or "in-process", all ranks in one.  ``start_from`` is
-    the directory of another run, whose last checkpoint is this run's start.
+    the directory of another run, whose last checkpoint is this run's start;
+    ``start_from_reference``: of its parallel pipelines only the reference, not their copies.
     """
 
     tasks: tuple[Task, ...]
@@ -204,6 +205,7 @@ class Job:
     switch: SwitchSpec | None = None
     transport: Transport = "distributed"
     start_from: str | None = None
+    start_from_reference: bool = False
     emulation: Emulation | None = None
 
     def __post_init__(self) -> None:

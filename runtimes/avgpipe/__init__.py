@@ -60,7 +60,7 @@ class AvgPipe(FlushSystem):
     def elastic(self, plan: Plan) -> Elastic | None:
         """None where the reference would always be the only copy."""
         alpha, centre_first = self.strength(plan), self.form == "centre-first"
-        if plan.pipelines == 1 and alpha == 1 and centre_first:
+        if plan.pipelines == 1 and alpha == 1 and centre_first and self.every == 1:
             return None
         return Elastic(alpha, centre_first, joint=self.averaging == "synchronous")
 

@@ -10,12 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["redistribute", "untied"]
-
-
-def untied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the copies of parallel pipelines: their reference, whose optimizer begins anew."""
-    return {kind: values for kind, values in state.items() if kind != "copies"}
+__all__ = ["redistribute"]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from runtimes.execution.collection import collect
 from runtimes.execution.engine import Accuracy, Engine, Feed, Segment, SegmentReport
-from runtimes.execution.handover import redistribute, untied
+from runtimes.execution.handover import redistribute
 from runtimes.execution.inprocess import InProcess
+from runtimes.execution.starting import untied
 from runtimes.model.stack import LayerStack
 from runtimes.plan import Plan
 from runtimes.timeline import Timeline

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from runtimes.execution.checkpoint import load_state, save_state
-from runtimes.execution.engine import Feed, Segment, SegmentReport
+from runtimes.execution.engine import Accuracy, Feed, Segment, SegmentReport, added
 from runtimes.execution.events import EventLog
 from runtimes.execution.optimizer import learning_rate
+from runtimes.execution.starting import started
 from runtimes.execution.switching import switch_reason
 from runtimes.execution.team import Team
 from runtimes.job import Job, Task
@@ -68,7 +69,7 @@ def _start(job: Job, run_dir: Path, log: EventLog) -> _Start:
         found = load_state(Path(job.start_from))
         if found is None:
             raise ValueError(f"there is no checkpoint in {job.start_from} to start from")
-        return _Start(*found, accuracies=[], switched=False)
+        return _Start(found[0], started(job, found[1]), accuracies=[], switched=False)
     if found is None:
         return _Start(0, None, [], False)
     past = [event for event in log.events() if event.get("step", 0) <= found[0]]
@@ -178,6 +179,29 @@ def _check_finite(losses: Mapping[int, float]) -> None:
             raise DivergedError(f"the loss of step {step} is {loss}: lower the learning rate")
 
 
+def _pipeline_losses(
+    reports: Sequence[SegmentReport], plan: Plan, step: int
+) -> list[float | str | None]:
+    """Of each pipeline; None for one that has no sample of the update's batch."""
+    shares = [report.pipeline_losses.get(step, {}) for report in reports]
+    found: list[float | str | None] = []
+    for pipeline in range(plan.pipelines):
+        mine = [share[pipeline] for share in shares if pipeline in share]
+        found.append(_strict(sum(mine)) if mine else None)
+    return found
+
+
+def _tied(plan: Plan, reports: Sequence[SegmentReport]) -> dict[str, Any]:
+    """What a segment event says of parallel pipelines that are tied to a reference."""
+    squares = [report.squared_distances for report in reports if report.squared_distances]
+    if not squares:
+        return {}
+    # Of the whole model, over its stages.
+    distances = [_strict(math.sqrt(sum(of_one))) for of_one in zip(*squares, strict=True)]
+    orders = [reports[stage.ranks[0]].averaged for stage in plan.stages]
+    return {"distances": distances} | ({} if None in orders else {"averaged": orders})
+
+
 def _segment_events(
     job: Job,
     team: Team,
@@ -189,16 +213,17 @@ def _segment_events(
     events: list[dict[str, Any]] = []
     for step, size in enumerate(segment.batches, segment.first):
         rate = learning_rate(job.optimizer, job.learning_rate, step, per_epoch, job.epochs)
-        events.append(
-            {
-                "event": "step",
-                "step": step,
-                "epoch": step // per_epoch,
-                "loss": _strict(losses[step]),
-                "lr": rate,
-                "samples": size,
-            }
-        )
+        event = {
+            "event": "step",
+            "step": step,
+            "epoch": step // per_epoch,
+            "loss": _strict(losses[step]),
+            "lr": rate,
+            "samples": size,
+        }
+        if team.plan.pipelines > 1:
+            event["losses"] = _pipeline_losses(reports, team.plan, step)
+        events.append(event)
     # Ranks that take turns in one process have no time worth a record.
     wall = {"wall_s": max(report.wall_s for report in reports)} if team.timed else {}
     events.append(
@@ -209,6 +234,7 @@ def _segment_events(
             "last": segment.first + len(segment.batches),
             **wall,
             "samples": sum(segment.batches),
+            **_tied(team.plan, reports),
             "ranks": rank_entries(team.plan, reports, timed=team.timed),
         }
     )
@@ -223,14 +249,17 @@ def _strict(loss: float) -> float | str:
 def _evaluate(team: Team, job: Job, validation: Feed) -> dict[str, Any]:
     samples = sum(validation.batch_sizes())
     shares = team.evaluate(validation, samples, job.evaluation_batch_size)
-    counted = sum(share.samples for share in shares)
-    if counted != samples:
-        raise RuntimeError(f"evaluated {counted} of {samples} samples")
+    whole = added(shares)
+    if whole.samples != samples:
+        raise RuntimeError(f"evaluated {whole.samples} of {samples} samples")
+    event = {"event": "evaluation", **_quality(whole), "samples": samples}
+    return event if whole.mean is None else event | {"mean_of_copies": _quality(whole.mean)}
+
+
+def _quality(found: Accuracy) -> dict[str, Any]:
     return {
-        "event": "evaluation",
-        "accuracy": sum(share.correct for share in shares) / samples,
-        "loss": _strict(sum(share.loss_sum for share in shares) / samples),
-        "samples": samples,
+        "accuracy": found.correct / found.samples,
+        "loss": _strict(found.loss_sum / found.samples),
     }
 
 

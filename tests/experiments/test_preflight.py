@@ -126,6 +126,8 @@ def test_a_checkpoint_needs_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -
     config = load("smoke/digits-dp")
     state = 4 * 3 * sum(layers_of(config).parameters)
     assert disk_bytes(config, layers_of(config)) > 2 * state
+    several = load("smoke/digits-dp", ["system.name=avgpipe", "plan.pipelines=3"])
+    assert disk_bytes(several, layers_of(several)) > 3 * 2 * state
     bench = load("smoke/throughput")
     assert disk_bytes(bench, layers_of(bench)) < 10**7
 

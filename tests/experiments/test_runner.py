@@ -371,6 +371,7 @@ def test_a_run_starts_from_another(store: Store, config: Config, launches: Launc
         (92, [], "which has done 4 epochs, but train.epochs is 4: set it to 5 or more"),
         (23, ["model.args.depth=3"], r"another model \(depth differ\)"),
         (23, ["train.optimizer={name='sgd'}"], "whose optimizer is adamw, but .* is 'sgd'"),
+        (23, ["train.start_from_reference=true"], "has no reference beside its weights"),
         (
             46,
             ["switch={epoch=2, system={name='dp'}, plan={replicas=[2]}}"],
@@ -391,6 +392,29 @@ def test_starts_that_do_not_fit(
         execute(prepare(changed), store)
     assert "\n" not in str(caught.value)
     assert len(launches.specs) == before
+
+
+COPIES = ["system.name=avgpipe", "plan.pipelines=2"]
+
+
+def test_copies_go_only_to_as_many(store: Store, launches: Launches) -> None:
+    """All else starts from their reference, on request."""
+    first = prepare(load("smoke/digits-dapple", [*TINY, *COPIES]))
+    launches.script = dies_after(1)
+    execute(first, store)
+    write_manifest(store.run(first.id).path, Manifest(23, 0, {}))
+    start, asked = START.format(first.id), "train.start_from_reference=true"
+    for settings, said in (
+        ([], "copies of 2 pipelines, but dapple has none"),
+        ([*COPIES, "plan.pipelines=3"], "copies of 2 pipelines, but avgpipe has 3"),
+    ):
+        refused = prepare(load("smoke/digits-dapple", [*TINY, start, *settings]))
+        with pytest.raises(UserError, match=f"{said}: .*set start_from_reference"):
+            intent(refused, store, fresh=False)
+        granted = prepare(load("smoke/digits-dapple", [*TINY, start, asked, *settings]))
+        assert intent(granted, store, fresh=False).startswith("start from update 23")
+    same = prepare(load("smoke/digits-dapple", [*TINY, start, *COPIES]))
+    assert intent(same, store, fresh=False).startswith("start from update 23")
 
 
 def test_an_interrupted_run_says_so(store: Store, config: Config, launches: Launches) -> None:

@@ -90,6 +90,25 @@ def test_ranks_that_take_turns_have_no_speed() -> None:
     assert not any("images_per_s" in row.values for row in history)
 
 
+def test_copies_and_their_reference_have_a_history() -> None:
+    """Of a pipeline without a sample there is none."""
+    events = epoch_events(0)
+    events[0] |= {"losses": [1.5, 2.5]}
+    events[1] |= {"losses": [None, "inf"]}
+    events[PER_EPOCH] |= {"distances": [0.25, 0.5]}
+    events[PER_EPOCH + 1] |= {"mean_of_copies": {"accuracy": 0.75, "loss": 1.25}}
+    first, second, _, last = (row.values for row in rows(events))
+    assert (first["train/loss/p0"], first["train/loss/p1"]) == (1.5, 2.5)
+    assert second["train/loss/p1"] == float("inf")
+    assert "train/loss/p0" not in second
+    assert last["train/distance_to_reference/p1"] == 0.5
+    assert last["validation/mean_of_copies/accuracy"] == 0.75
+    assert last["validation/mean_of_copies/loss"] == 1.25
+    assert (last["validation/accuracy"], last["validation/loss"]) == (0.0, 1.0)
+    turns = [{k: v for k, v in event.items() if k != "wall_s"} for event in events]
+    assert rows(turns)[-1].values["train/distance_to_reference/p0"] == 0.25
+
+
 def test_a_plain_runs_history_equals_its_events(tmp_path: Path) -> None:
     events = [launch_event(1), *epoch_events(0), *epoch_events(1)]
     end = {"event": "end", "t": 2.0, "status": "ok", "error": None}

@@ -7,7 +7,7 @@ It shares no code with what it is to judge: torch, timm and numpy only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from tests.oracles.keyed_masks import Keys, replace_random_layers
 __all__ = [
     "Batch",
     "History",
+    "Learner",
     "Recipe",
     "State",
     "Update",
@@ -146,40 +147,61 @@ def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     )
 
 
-def _updates(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    recipe: Recipe,
-    batches: Sequence[Batch],
-    rates: Sequence[float],
-    dtype: torch.dtype,
-    first: int,
-) -> Iterator[Update]:
-    keys = Keys(recipe.seed)
-    replace_random_layers(model, keys)
-    model.train()
-    for step, (batch, rate) in enumerate(zip(batches, rates, strict=True), start=first):
-        keys.step, keys.samples = step, [int(index) for index in batch.indices]
-        for group in optimizer.param_groups:
+class Learner:
+    """A whole model and its optimizer, from ``state`` on; it learns one update after the other."""
+
+    def __init__(
+        self, build: Callable[[], nn.Module], state: State, recipe: Recipe, dtype: torch.dtype
+    ) -> None:
+        if recipe.clip is not None and recipe.clip_by != "global":
+            raise ValueError("the whole model has one gradient norm: clip_by must be 'global'")
+        self.recipe, self.dtype, self.keys = recipe, dtype, Keys(recipe.seed)
+        self.model = _prepare(build, {**state.weights, **state.running}, dtype)
+        self.optimizer = _optimizer(self.model, recipe)
+        self.parameters = dict(self.model.named_parameters())
+        for name, parameter in self.parameters.items():
+            if state.optimizer.get(name):
+                self.optimizer.state[parameter] = _copy(state.optimizer[name])
+        replace_random_layers(self.model, self.keys)
+        self.model.train()
+
+    def update(self, units: Sequence[Batch], rate: float, step: int) -> Update:
+        """Learn the batch that ``units`` are the pieces of, by the gradient of its mean loss;
+        ``step`` counts the updates of the run."""
+        for group in self.optimizer.param_groups:
             group["lr"] = rate
-        optimizer.zero_grad(set_to_none=True)
-        # A copy, for models whose first layer works in place.
-        logits = model(torch.from_numpy(batch.images).to(dtype).clone())
-        labels = torch.from_numpy(batch.labels)
-        summed = F.cross_entropy(
-            logits, labels, reduction="sum", label_smoothing=recipe.label_smoothing
-        )
-        loss = summed / len(batch.labels)
-        loss.backward()
-        if recipe.clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), recipe.clip, foreach=False)
+        self.optimizer.zero_grad(set_to_none=True)
+        samples = sum(len(unit.labels) for unit in units)
+        loss = sum(self._backward(unit, samples, step) for unit in units)
+        if self.recipe.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip, foreach=False)
         gradients = {}
-        for name, parameter in model.named_parameters():
+        for name, parameter in self.parameters.items():
             assert parameter.grad is not None
             gradients[name] = parameter.grad.clone()
-        optimizer.step()
-        weights = {name: value.detach().clone() for name, value in model.named_parameters()}
-        yield Update(loss.item(), gradients, weights)
+        self.optimizer.step()
+        return Update(loss, gradients, self.weights())
+
+    def _backward(self, unit: Batch, samples: int, step: int) -> float:
+        self.keys.step, self.keys.samples = step, [int(index) for index in unit.indices]
+        # A copy, for models whose first layer works in place.
+        logits = self.model(torch.from_numpy(unit.images).to(self.dtype).clone())
+        labels = torch.from_numpy(unit.labels)
+        summed = F.cross_entropy(
+            logits, labels, reduction="sum", label_smoothing=self.recipe.label_smoothing
+        )
+        loss = summed / samples
+        loss.backward()
+        return loss.item()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: value.detach().clone() for name, value in self.parameters.items()}
+
+    def state(self, step: int) -> State:
+        """After ``step`` updates of the run."""
+        moments = {n: _copy(self.optimizer.state[value]) for n, value in self.parameters.items()}
+        running = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        return State(self.weights(), moments, step, running=running)
 
 
 def train(
@@ -194,18 +216,13 @@ def train(
 
     ``rates``: the learning rate of each of these updates; their number in the run keys the masks.
     """
-    if recipe.clip is not None and recipe.clip_by != "global":
-        raise ValueError("the whole model has one gradient norm: clip_by must be 'global'")
     state = starting(start)
-    model = _prepare(build, state.weights, dtype)
-    optimizer = _optimizer(model, recipe)
-    for name, parameter in model.named_parameters():
-        if state.optimizer.get(name):
-            optimizer.state[parameter] = _copy(state.optimizer[name])
-    updates = tuple(_updates(model, optimizer, recipe, batches, rates, dtype, state.step))
-    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
-    moments = {name: _copy(optimizer.state[value]) for name, value in model.named_parameters()}
-    return History(updates, (State(weights, moments, state.step + len(batches)),))
+    learner = Learner(build, state, recipe, dtype)
+    updates = tuple(
+        learner.update([batch], rate, step)
+        for step, (batch, rate) in enumerate(zip(batches, rates, strict=True), start=state.step)
+    )
+    return History(updates, (learner.state(state.step + len(batches)),))
 
 
 def _copy(state: Mapping[str, Any]) -> dict[str, Any]:
