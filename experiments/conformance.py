@@ -31,6 +31,7 @@ HEADERS = (
     "units in flight",
     "F and B",
     "samples an update",
+    "averagings",
     "evaluated",
     "oracle",
 )
@@ -93,6 +94,7 @@ def conformance_document(rows: Sequence[Row]) -> dict[str, Any]:
                 "options": dict(row.case.options),
                 "replicas": list(row.case.replicas),
                 "micro_batches": row.case.micro_batches,
+                "pipelines": row.case.pipelines,
                 "recompute": row.case.recompute,
                 "overlap": row.case.overlap,
                 "declared": _plain(asdict(row.declared)),
@@ -142,6 +144,7 @@ def _cells(properties: Properties) -> list[str]:
         _stages(properties.in_flight),
         mixed,
         _segments([_stages(map(_samples, segment)) for segment in properties.taken]),
+        _segments([_stages(map(_averagings, segment)) for segment in properties.averaged]),
         _segments([f"{count} of {EVALUATED}" for count in properties.evaluated]),
     ]
 
@@ -167,6 +170,12 @@ def _delays(updates: Sequence[tuple[float, ...]]) -> str:
         words.pop()
     steady = len(words) >= 2 and words[-1] == words[-2]
     return ",".join(words) + ",…" * steady
+
+
+def _averagings(updates: Sequence[tuple[bool, ...]]) -> str:
+    """How many were seen, which is before the update after them."""
+    partly = sum(len(moved) > 1 for moved in updates)
+    return f"{updates.count((True,))}" + f" (and {partly} of some only)" * (partly > 0)
 
 
 def _samples(updates: Sequence[Taken]) -> str:

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from experiments.errors import UserError
 from experiments.paths import REPOSITORY
+from runtimes.avgpipe import AvgPipe
 from runtimes.conformance.cases import EPOCH, SEGMENTS, Case
 from runtimes.conformance.feed import MemoryFeed
 from runtimes.execution.engine import Segment
 from runtimes.execution.inprocess import InProcess
 from runtimes.job import DataSpec, Job, LearningRate, ModelSpec, OptimizerSpec, Task
 from runtimes.model.stack import LayerStack
+from runtimes.schedule.action import Action, Op
 from runtimes.system import FlushSystem
 
 __all__ = ["check_oracles", "oracle_error"]
@@ -84,7 +86,8 @@ def oracle_error(case: Case) -> float:
     )
     stack = LayerStack.from_module(model())
     initial = stack.initial_weights(0, len(stack), SEED, dtype=torch.float64)
-    ours, reference = _trained(case, stack, feed), _reference(case, len(stack), initial, feed)
+    ours, orders = _trained(case, stack, feed)
+    reference = _reference(case, len(stack), initial, feed, orders)
     assert ours.keys() == reference.keys()
     least = 1e-4 * max(float(value.norm()) for value in reference.values())
     return max(
@@ -93,7 +96,10 @@ def oracle_error(case: Case) -> float:
     )
 
 
-def _trained(case: Case, stack: LayerStack, feed: MemoryFeed) -> dict[str, Tensor]:
+def _trained(
+    case: Case, stack: LayerStack, feed: MemoryFeed
+) -> tuple[dict[str, Tensor], list[list[list[int]]]]:
+    """The weights, and by segment and stage the pipelines in the order in which they averaged."""
     task = Task("conformance", case.system, case.plan(len(stack)), case.options)
     job = Job(
         tasks=(task,),
@@ -107,15 +113,26 @@ def _trained(case: Case, stack: LayerStack, feed: MemoryFeed) -> dict[str, Tenso
         learning_rate=RATE,
         precision="float64",
     )
-    engine = InProcess(job, task, stack, feed)
+    orders: list[list[list[int]]] = []
+
+    def observe(action: Action) -> None:
+        if action.op is Op.AVERAGE:
+            orders[-1][action.stage].append(action.pipeline)
+
+    engine = InProcess(job, task, stack, feed, before=observe)
     for segment in range(SEGMENTS):
+        orders.append([[] for _ in range(case.stages)])
         engine.train(Segment(segment * len(case.batches), case.batches))
     weights: dict[str, Tensor] = engine.state()["weights"]
-    return weights
+    return weights, orders
 
 
 def _reference(
-    case: Case, layers: int, weights: dict[str, Tensor], feed: MemoryFeed
+    case: Case,
+    layers: int,
+    weights: dict[str, Tensor],
+    feed: MemoryFeed,
+    orders: list[list[list[int]]],
 ) -> dict[str, Tensor]:
     plain = _oracles("synchronous")
     recipe = plain.Recipe(
@@ -129,20 +146,28 @@ def _reference(
         images, labels = feed.images(ids, step).numpy(), feed.labels(ids).numpy()
         batches.append(plain.Batch(ids, images, labels))
     rates = [SGD.lr if step < len(EPOCH) else SGD.lr * RATE.gamma for step in steps]
-    if isinstance(case.build(), FlushSystem):
+    system, plan = case.build(), case.plan(layers)
+    segments = [batches[first : first + segment] for first in steps[::segment]]
+    ranges = [(stage.first, stage.last) for stage in plan.stages]
+    found: dict[str, Tensor]
+    if isinstance(system, AvgPipe):
+        elastic = _oracles("avgpipe")
+        start = elastic.Ensemble.of(plain.State(weights), plan.pipelines)
+        tie = elastic.Elastic(plan.pipelines, system.strength(plan), system.every, system.form)
+        if system.averaging == "asynchronous":
+            history = elastic.asynchronous(
+                model, start, recipe, tie, ranges, segments, rates, orders
+            )
+        else:
+            history = elastic.synchronous(model, start, recipe, tie, segments, rates)
+        found = history.ends[-1].weights
+        return found
+    if isinstance(system, FlushSystem):
         history = plain.train(model, weights, recipe, batches, rates)
     else:
         oracle = getattr(_oracles("asynchronous"), case.system)
-        history = oracle(
-            model,
-            weights,
-            recipe,
-            [(stage.first, stage.last) for stage in case.plan(layers).stages],
-            [batches[first : first + segment] for first in steps[::segment]],
-            rates,
-            **_arguments(case),
-        )
-    found: dict[str, Tensor] = history.updates[-1].weights
+        history = oracle(model, weights, recipe, ranges, segments, rates, **_arguments(case))
+    found = history.updates[-1].weights
     return found
 
 

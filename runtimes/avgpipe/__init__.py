@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from runtimes.avgpipe.stability import is_stable, stable_strengths
+from runtimes.avgpipe.stability import complaints
 from runtimes.options import Limits
 from runtimes.plan import Plan
 from runtimes.schedule import warm_up
@@ -65,11 +65,5 @@ class AvgPipe(FlushSystem):
         return Elastic(alpha, centre_first, joint=self.averaging == "synchronous")
 
     def warnings(self, plan: Plan) -> tuple[str, ...]:
-        copies, elastic = plan.pipelines, self.elastic(plan)
-        if elastic is None or is_stable(elastic, copies):
-            return ()
-        return (
-            f"alpha = {elastic.alpha:g} is outside the range in which {self.averaging} averaging "
-            f"of {copies} copies in the {self.form} form is stable: "
-            f"{stable_strengths(elastic, copies)}",
-        )
+        elastic = self.elastic(plan)
+        return () if elastic is None else complaints(elastic, plan.pipelines)

@@ -25,7 +25,7 @@ from math import sqrt
 
 from runtimes.system import Elastic
 
-__all__ = ["is_stable", "stable_strengths"]
+__all__ = ["complaints", "is_stable", "stable_strengths"]
 
 
 def is_stable(elastic: Elastic, copies: int) -> bool:
@@ -50,3 +50,15 @@ def stable_strengths(elastic: Elastic, copies: int) -> str:
         return f"α < (N + 1)/N = {last:.3g} ({ours})"
     low, high = ((copies + 1 + sign * sqrt(under)) / (2 * copies) for sign in (-1, 1))
     return f"α < {low:.3g} or {high:.3g} < α < (N + 1)/N = {last:.3g} ({ours})"
+
+
+def complaints(elastic: Elastic, copies: int) -> tuple[str, ...]:
+    """A sentence that names α, bound and source, unless averaging is stable."""
+    if is_stable(elastic, copies):
+        return ()
+    when = "synchronous" if elastic.joint else "asynchronous"
+    form = "centre-first" if elastic.centre_first else "symmetric"
+    return (
+        f"alpha = {elastic.alpha:g} is outside the range in which {when} averaging of {copies} "
+        f"copies in the {form} form is stable: {stable_strengths(elastic, copies)}",
+    )

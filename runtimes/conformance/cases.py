@@ -35,6 +35,7 @@ class Case:
     recompute: bool = False
     overlap: bool = False
     epochs: int = 1
+    pipelines: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -62,6 +63,7 @@ class Case:
             micro_batches=self.micro_batches,
             recompute=self.recompute,
             cuts=range(1, layers, 2) if self.overlap else (),
+            pipelines=self.pipelines,
         )
 
     @property
@@ -69,6 +71,7 @@ class Case:
         """Of the plan and the options: what tells a system's cases apart."""
         straight = max(self.replicas) == 1
         words = [f"S = {self.stages}" if straight else f"R = {', '.join(map(str, self.replicas))}"]
+        words += [f"N = {self.pipelines}"] * (self.pipelines > 1)
         words += [f"M = {self.micro_batches}"] * (self.micro_batches > 1)
         for name, value in self.options.items():
             words.append(f"{name} = {str(value).lower() if isinstance(value, bool) else value}")
@@ -92,6 +95,10 @@ CASES = (
     Case("pipedream", STRAIGHT, options={"drain": "run"}, epochs=2),
     Case("pipedream_2bw", STRAIGHT, 4),
     Case("pipedream_2bw", (2, 2), 3, recompute=True),
+    Case("avgpipe", STRAIGHT, 4, pipelines=2),
+    Case("avgpipe", STRAIGHT, 2, pipelines=3, options={"averaging": "asynchronous"}),
+    Case("avgpipe", STRAIGHT, 4, pipelines=2, recompute=True, options={"advance": 1}),
+    Case("avgpipe", (2, 1), 2, pipelines=2, options={"form": "symmetric", "every": 3}),
     Case("ashpipe", STRAIGHT),
     Case("ashpipe", STRAIGHT, recompute=True, options={"order": "published"}),
     Case("ashpipe", (2, 3), overlap=True),

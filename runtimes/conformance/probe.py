@@ -85,7 +85,7 @@ class Probe(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.is_meta:
             return x.clone()
-        self.recorder.used(id(self), self.ledger)
+        self.recorder.used(id(self), self.ledger, x[:, SAMPLE].long(), training=self.training)
         if self.training:
             self._record(x[:, SAMPLE].long())
         stamped: Tensor = _Cross.apply(x, self.ledger, self)

@@ -27,11 +27,16 @@ class Properties:
     ``delays``       by segment, for each update of the stage: how many versions the weights that
                      it changed were ahead of those its gradients were computed on.  More than one
                      number if samples, layers or replicas differ.
-    ``live``         most versions of one replica's weights that existed at once.
-    ``in_flight``    most units that one replica had forwarded and not yet backwarded.
+    ``live``         most versions of one replica's weights that existed at once in training: of all
+                     its copies, and of a reference that they are averaged with.
+    ``in_flight``    most units of one pipeline that one replica had forwarded and not yet
+                     backwarded.
     ``mixed``        backwards and recomputations on another version than their forward.
-    ``taken``        by segment, for each update of the stage.
-    ``evaluated``    samples evaluated exactly once, on the latest weights, after each segment.
+    ``taken``        by segment, for each update of the stage, all pipelines together.
+    ``averaged``     by segment, for each update of the stage: whether the weights were other ones
+                     before it than the update before had left.  Both if copies or layers differ.
+    ``evaluated``    samples evaluated exactly once, on the latest weights, after each segment; of
+                     several pipelines once on the mean of the copies, and once on a reference.
     """
 
     delays: tuple[tuple[tuple[tuple[float, ...], ...], ...], ...]
@@ -39,6 +44,7 @@ class Properties:
     in_flight: tuple[int, ...]
     mixed: tuple[int, ...]
     taken: tuple[tuple[tuple[Taken, ...], ...], ...]
+    averaged: tuple[tuple[tuple[tuple[bool, ...], ...], ...], ...]
     evaluated: tuple[int, ...]
 
 
@@ -53,9 +59,17 @@ def declared(case: Case) -> Properties:
     promises = [system.declared(plan, carried=versions) for versions in carried]
 
     def taken(program: Program, stage: int, update: int) -> Taken:
-        units = program.units(0, stage, update)
-        batches = sorted({program.batches.batch(unit) for unit in units})
-        return Taken(tuple(batches), sum(program.batches.size(0, unit) for unit in units))
+        batches, taken = set[int](), 0
+        for pipeline in range(plan.pipelines):
+            for unit in program.units(pipeline, stage, update):
+                batches.add(program.batches.batch(unit))
+                taken += program.batches.size(pipeline, unit)
+        return Taken(tuple(sorted(batches)), taken)
+
+    def averaged(segment: int, update: int) -> bool:
+        """A segment's last averaging is seen before the first update of the next one."""
+        before = segment * len(case.batches) + update - 1
+        return before >= 0 and system.averages(plan, before)
 
     return Properties(
         delays=tuple(
@@ -65,7 +79,10 @@ def declared(case: Case) -> Properties:
             )
             for program, promise in zip(programs, promises, strict=True)
         ),
-        live=tuple(system.live_versions(plan, stage) for stage in stages),
+        live=tuple(
+            system.live_versions(plan, stage) * plan.pipelines + (plan.pipelines > 1)
+            for stage in stages
+        ),
         in_flight=tuple(max(p.in_flight(stage) for p in promises) for stage in stages),
         mixed=(0,) * case.stages,
         taken=tuple(
@@ -74,6 +91,13 @@ def declared(case: Case) -> Properties:
                 for stage in stages
             )
             for program in programs
+        ),
+        averaged=tuple(
+            tuple(
+                tuple((averaged(segment, u),) for u in range(program.updates(stage)))
+                for stage in stages
+            )
+            for segment, program in enumerate(programs)
         ),
         evaluated=(EVALUATED,) * SEGMENTS,
     )

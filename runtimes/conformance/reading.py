@@ -14,7 +14,15 @@ import numpy as np
 from runtimes.conformance.cases import SEGMENTS
 from runtimes.conformance.feed import MemoryFeed
 from runtimes.conformance.properties import Properties, Taken
-from runtimes.conformance.recorder import SAMPLES, VERSION, Crossing, Recorder, Update
+from runtimes.conformance.recorder import (
+    NUMBER,
+    SAMPLES,
+    VERSION,
+    Crossing,
+    Evaluation,
+    Recorder,
+    Update,
+)
 from runtimes.plan import Plan
 
 __all__ = ["Reading"]
@@ -29,11 +37,17 @@ _Ledger = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class _Change:
-    """An update, by the ledger before and after it."""
+    """An update, by the ledger before and after it; ``left`` is what the one before it left."""
 
     phase: int
+    left: _Ledger
     before: _Ledger
     after: _Ledger
+
+    @property
+    def moved(self) -> bool:
+        """Whether the weights were changed by something else in between."""
+        return bool(np.any(np.abs(self.before - self.left) > EXACT))
 
     @property
     def weights(self) -> dict[int, float]:
@@ -46,7 +60,7 @@ class Reading:
     """From what the probes recorded to properties; the plan says which probe is of which stage."""
 
     def __init__(self, recorder: Recorder, plan: Plan, probes: int, feed: MemoryFeed) -> None:
-        self.recorder, self.feed = recorder, feed
+        self.recorder, self.feed, self.pipelines = recorder, feed, plan.pipelines
         self.probes = [range(stage.first, min(stage.last, probes)) for stage in plan.stages]
         #: (phase, sample) → the trails it arrived with, all the same if all is well.
         self.trails: dict[tuple[int, int], set[tuple[float, ...]]] = defaultdict(set)
@@ -54,6 +68,13 @@ class Reading:
             if arrival.training:
                 self.trails[arrival.phase, arrival.sample].add(arrival.trail)
         self.changes = {number: self._changes(number) for number in range(probes)}
+        #: (probe, phase, sample) → the copies of its weights that took the sample in.
+        self.takers: dict[tuple[int, int, int], set[int]] = defaultdict(set)
+        for number, copies in self.changes.items():
+            for place, copy in enumerate(copies):
+                for change in copy:
+                    for sample in change.weights:
+                        self.takers[number, change.phase, sample].add(place)
 
     def _changes(self, number: int) -> list[list[_Change]]:
         """The updates of each copy of a probe."""
@@ -64,11 +85,12 @@ class Reading:
         copies = []
         for history in histories.values():
             start = np.zeros_like(history[0].ledger)
-            befores = [start, *(update.ledger for update in history)]
+            start[NUMBER] = number
+            left = [start, *(update.ledger for update in history)]
             copies.append(
                 [
-                    _Change(update.phase, before, update.ledger)
-                    for before, update in zip(befores, history, strict=False)
+                    _Change(update.phase, values, update.before, update.ledger)
+                    for values, update in zip(left, history, strict=False)
                 ]
             )
         return copies
@@ -81,6 +103,9 @@ class Reading:
             in_flight=tuple(max(map(self._in_flight, probes)) for probes in self.probes),
             mixed=tuple(sum(map(self._mixed, probes)) for probes in self.probes),
             taken=tuple(tuple(self._taken(s, segment) for s in stages) for segment in segments),
+            averaged=tuple(
+                tuple(self._averaged(s, segment) for s in stages) for segment in segments
+            ),
             evaluated=tuple(self._evaluated(segment) for segment in segments),
         )
 
@@ -118,39 +143,63 @@ class Reading:
     # -- samples ---------------------------------------------------------------------------
 
     def _taken(self, stage: int, segment: int) -> tuple[Taken, ...]:
-        """As that copy and that layer saw it who saw the worst: all should agree."""
+        """As that layer saw it who saw the worst: all should agree."""
         return tuple(
             max(
-                (self._taken_by(change) for _, change in same if change is not None),
+                (
+                    self._taken_by([c for n, c in same if n == number and c is not None])
+                    for number in self.probes[stage]
+                ),
                 key=lambda taken: taken.otherwise,
             )
             for same in self._of_segment(stage, segment)
         )
 
-    def _taken_by(self, change: _Change) -> Taken:
-        weights = change.weights
-        batches = len(self.feed.sizes)
-        members = [self.feed.indices(change.phase * batches + place) for place in range(batches)]
-        places = [place for place, ids in enumerate(members) if weights.keys() & set(ids.tolist())]
+    def _taken_by(self, changes: Sequence[_Change]) -> Taken:
+        """Replicas take the same samples in, and pipelines each their own."""
+        shares: dict[frozenset[int], list[_Change]] = defaultdict(list)
+        for change in changes:
+            shares[frozenset(change.weights)].append(change)
+        phase, batches = changes[0].phase, len(self.feed.sizes)
+        members = [self.feed.indices(phase * batches + place) for place in range(batches)]
+        taken = frozenset().union(*shares)
+        places = [place for place, ids in enumerate(members) if taken & set(ids.tolist())]
         once = otherwise = 0
         for place in places:
-            for sample in members[place].tolist():
-                # Batches of an update count alike, and so do the samples of a batch.
-                counted = weights.get(sample, 0.0) * len(members[place]) * len(places)
-                if abs(counted - 1) <= EXACT:
-                    once += 1
-                else:
-                    otherwise += 1
+            of_batch = set(members[place].tolist())
+            for sample in of_batch:
+                takers = [share for share in shares if sample in share]
+                # Batches of an update count alike, and so do a pipeline's samples of a batch.
+                good = len(takers) == 1 and all(
+                    abs(change.weights[sample] * self._share(of_batch, share) * len(places) - 1)
+                    <= EXACT
+                    for share in takers
+                    for change in shares[share]
+                )
+                once, otherwise = once + good, otherwise + (not good)
         return Taken(tuple(places), once, otherwise)
+
+    def _share(self, of_batch: set[int], taken: frozenset[int]) -> int:
+        """How many samples a pipeline's gradient is the mean of."""
+        return len(of_batch & taken) if self.pipelines > 1 else len(of_batch)
+
+    def _averaged(self, stage: int, segment: int) -> tuple[tuple[bool, ...], ...]:
+        return tuple(
+            tuple(sorted({change.moved for _, change in same if change is not None}))
+            for same in self._of_segment(stage, segment)
+        )
 
     # -- units -----------------------------------------------------------------------------
 
     def _crossings(self, number: int) -> Iterator[Sequence[Crossing]]:
-        """Of each copy of a probe, in order."""
-        copies: dict[int, list[Crossing]] = defaultdict(list)
+        """Of each pipeline of each copy of a probe, in order: the same weights took their samples
+        in."""
+        copies: dict[tuple[int, frozenset[int]], list[Crossing]] = defaultdict(list)
         for crossing in self.recorder.crossings:
             if crossing.number == number:
-                copies[crossing.copy].append(crossing)
+                takers = (self.takers[number, crossing.phase, i] for i in crossing.samples)
+                pipeline = frozenset().union(*takers) if self.pipelines > 1 else frozenset[int]()
+                copies[crossing.copy, pipeline].append(crossing)
         yield from copies.values()
 
     def _in_flight(self, number: int) -> int:
@@ -176,6 +225,8 @@ class Reading:
     # -- evaluation ------------------------------------------------------------------------
 
     def _evaluated(self, segment: int) -> int:
+        if self.pipelines > 1:
+            return self._evaluated_beside(segment)
         latest = {
             number: {copy[-1].after[VERSION] for copy in self._until(number, segment)}
             for number in self.changes
@@ -189,11 +240,32 @@ class Reading:
                 times[arrival.sample] += 1 if fresh else 2
         return sum(count == 1 for count in times.values())
 
+    def _evaluated_beside(self, segment: int) -> int:
+        """On weights that nobody steps: the mean of the copies, and others once."""
+        met: dict[int, dict[int, list[Evaluation]]] = defaultdict(lambda: defaultdict(list))
+        for evaluation in self.recorder.evaluations:
+            if evaluation.phase == segment:
+                for sample in evaluation.samples:
+                    met[sample][evaluation.number].append(evaluation)
+        return sum(
+            probes.keys() == self.changes.keys() and all(map(_beside, probes.values()))
+            for probes in met.values()
+        )
+
     def _until(self, number: int, segment: int) -> Iterator[list[_Change]]:
         for copy in self.changes[number]:
             done = [change for change in copy if change.phase <= segment]
             if done:
                 yield done
+
+
+def _beside(evaluations: Sequence[Evaluation]) -> bool:
+    ledgers = {evaluation.ledger for evaluation in evaluations}
+    return (
+        len(evaluations) == len(ledgers) == 2
+        and not any(evaluation.stepped for evaluation in evaluations)
+        and any(evaluation.mean for evaluation in evaluations)
+    )
 
 
 def _number(value: float) -> float:

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-__all__ = ["NUMBER", "SAMPLES", "VERSION", "Arrival", "Crossing", "Kind", "Recorder", "Update"]
+__all__ = [
+    "NUMBER",
+    "SAMPLES",
+    "VERSION",
+    "Arrival",
+    "Crossing",
+    "Evaluation",
+    "Kind",
+    "Recorder",
+    "Update",
+]
 
 #: Places in a ledger; that of sample i is SAMPLES + i.
 VERSION, NUMBER, SAMPLES = 0, 1, 2
@@ -47,12 +61,26 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Update:
-    """``optimizer`` stepped; ``ledger``: what probe ``number``'s read afterwards."""
+    """``optimizer`` stepped; what probe ``number``'s ledger read ``before``, and afterwards."""
 
     phase: int
     optimizer: int
     number: int
+    before: np.ndarray[Any, np.dtype[np.float64]]
     ledger: np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Samples crossed probe ``number`` in an evaluation: on weights ``ledger``, that some optimizer
+    had ``stepped``, or that were the ``mean`` of all those which one had."""
+
+    phase: int
+    number: int
+    samples: tuple[int, ...]
+    ledger: int
+    stepped: bool
+    mean: bool
 
 
 @dataclass
@@ -78,6 +106,10 @@ class Recorder:
         self.crossings: list[Crossing] = []
         self.arrivals: list[Arrival] = []
         self.updates: list[Update] = []
+        self.evaluations: list[Evaluation] = []
+        self._before: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}
+        #: When somebody trained.
+        self._training: list[int] = []
         self._clock = 0
         self._lives: list[_Life] = []
         self._living: dict[int, _Life] = {}
@@ -98,28 +130,63 @@ class Recorder:
         for sample, trail in zip(ids.tolist(), trails.tolist(), strict=True):
             self.arrivals.append(Arrival(self.phase, training, int(sample), tuple(trail)))
 
-    def used(self, copy: int, ledger: Tensor) -> None:
-        """A copy of a probe computes with this ledger."""
-        self._met(ledger).copies.add(copy)
+    def used(self, copy: int, ledger: Tensor, ids: Tensor, *, training: bool) -> None:
+        """A copy of a probe computes samples ``ids`` with this ledger."""
+        life = self._met(ledger)
+        life.copies.add(copy)
+        if training:
+            self._training.append(self._clock)
+            return
+        trained = [
+            other
+            for key, life_of in self._living.items()
+            if life_of.number == life.number and life_of.optimizers
+            for other in [self._deaths[key]()]
+            if other is not None
+        ]
+        mean = torch.stack([other.detach() for other in trained]).mean(0)
+        self.evaluations.append(
+            Evaluation(
+                self.phase,
+                life.number,
+                tuple(ids.tolist()),
+                id(ledger),
+                bool(life.optimizers),
+                bool(torch.allclose(ledger.detach(), mean, rtol=0.0, atol=1e-9)),
+            )
+        )
 
     @contextmanager
     def watching_optimizers(self) -> Iterator[None]:
         """Sees every step of an optimizer, whoever calls it, and so also the versions that no
         forward ever meets."""
-        handle = register_optimizer_step_post_hook(self._stepped)
+        handles = [
+            register_optimizer_step_pre_hook(self._steps),
+            register_optimizer_step_post_hook(self._stepped),
+        ]
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
-    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+    def _ledgers(self, optimizer: Optimizer) -> Iterator[Tensor]:
         for group in optimizer.param_groups:
             for ledger in group["params"]:
                 if ledger.shape == (SAMPLES + self.samples,):
-                    self._met(ledger).optimizers.add(id(optimizer))
-                    values = ledger.detach().numpy().copy()
-                    number = int(values[NUMBER])
-                    self.updates.append(Update(self.phase, id(optimizer), number, values))
+                    yield ledger
+
+    def _steps(self, optimizer: Optimizer, *_: Any) -> None:
+        for ledger in self._ledgers(optimizer):
+            self._before[id(ledger)] = ledger.detach().numpy().copy()
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        for ledger in self._ledgers(optimizer):
+            self._met(ledger).optimizers.add(id(optimizer))
+            self._training.append(self._clock)
+            values = ledger.detach().numpy().copy()
+            number, before = int(values[NUMBER]), self._before.pop(id(ledger))
+            self.updates.append(Update(self.phase, id(optimizer), number, before, values))
 
     # -- what was held at once -------------------------------------------------------------
 
@@ -137,7 +204,7 @@ class Recorder:
         del self._deaths[key]
 
     def most_live(self, number: int) -> int:
-        """The most ledgers of one copy of probe ``number`` that existed at one moment."""
+        """The most ledgers of one copy of probe ``number`` that existed at a moment of training."""
         lives = [life for life in self._lives if life.number == number]
         copies = {
             optimizer: copy
@@ -145,13 +212,19 @@ class Recorder:
             for optimizer in life.optimizers
             for copy in life.copies
         }
-        changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        begun: dict[int, list[int]] = defaultdict(list)
+        ended: dict[int, list[int]] = defaultdict(list)
         for life in lives:
             users = life.copies | {copies.get(o, o) for o in life.optimizers}
-            end = self._clock if life.end is None else life.end
             for copy in users:
-                changes[copy] += [(life.begin, 1), (end + 1, -1)]
-        peaks = [
-            max(accumulate(change for _, change in sorted(moments))) for moments in changes.values()
-        ]
-        return max(peaks, default=0)
+                begun[copy].append(life.begin)
+                ended[copy].append(self._clock if life.end is None else life.end)
+        spans = [(sorted(begun[copy]), sorted(ended[copy])) for copy in begun]
+        return max(
+            (
+                bisect_right(begins, moment) - bisect_left(ends, moment)
+                for begins, ends in spans
+                for moment in self._training
+            ),
+            default=0,
+        )

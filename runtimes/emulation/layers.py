@@ -13,7 +13,8 @@ and cheap operations: what they take is part of the wait, but it is taken from o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,8 @@ __all__ = ["EmulatedStack"]
 class EmulatedLayer(nn.Module):
     """Takes (n, …) and returns (n, ``outputs``), after the profile's time of n samples.
 
-    ``device`` None: at once.  ``logits``: it is the model's last.
+    ``device`` None: at once.  ``logits``: it is the model's last.  ``tied``: seconds of tying so
+    many copies of its weights to their reference.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class EmulatedLayer(nn.Module):
         device: Device | None,
         *,
         logits: bool = False,
+        tied: Callable[[int], float] = lambda copies: 0.0,
     ):
         super().__init__()
+        self.tied = tied
         self.profile, self.outputs, self.device, self.logits = profile, outputs, device, logits
         self.weight = nn.Parameter(torch.empty(weights, device="meta")) if weights else None
         self._seconds: dict[tuple[int, bool], float] = {}
@@ -174,6 +178,16 @@ class EmulatedStage(Stage):
         optimizer.register_step_pre_hook(begin)
         optimizer.register_step_post_hook(end)
 
+    @contextmanager
+    def tying(self, copies: int) -> Iterator[None]:
+        if self._device is not None:
+            self._device.begin()
+        yield
+        if self._device is not None:
+            layers = (layer for layer in self.layers if isinstance(layer, EmulatedLayer))
+            self._device.spend(sum(layer.tied(copies) for layer in layers))
+            self._device.wait()
+
 
 class EmulatedStack(LayerStack):
     """The layers of a profile on ``device`` (None: no time passes, nothing waits).
@@ -201,6 +215,7 @@ class EmulatedStack(LayerStack):
                 _elements(layer.output_bytes / size, shrunk),
                 device,
                 logits=index == len(profile.layers) - 1,
+                tied=partial(profile.average_seconds, index, index + 1),
             )
             layers.append(Layer(layer.name, f"{layer.name}.", module, _initialise))
         super().__init__(layers)

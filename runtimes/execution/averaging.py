@@ -13,7 +13,8 @@ so nothing is sent; replicas of a stage hold the same copies, and make the same 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -28,10 +29,16 @@ class Averaging:
     """The reference, which begins as a copy of the first copy, and the AVERAGE actions.
 
     ``order``: the pipelines of the averagings since :meth:`start`, where each makes its own.
+    ``tying(n)``: what the tying of n copies happens in.
     """
 
-    def __init__(self, elastic: Elastic, copies: Sequence[WeightVersions]):
-        self.elastic, self._copies = elastic, copies
+    def __init__(
+        self,
+        elastic: Elastic,
+        copies: Sequence[WeightVersions],
+        tying: Callable[[int], AbstractContextManager[object]] = nullcontext,
+    ):
+        self.elastic, self._copies, self._tying = elastic, copies, tying
         self.reference = {
             name: parameter.detach().clone() for name, parameter in copies[0].current.items()
         }
@@ -46,9 +53,11 @@ class Averaging:
         first of theirs, when all have stepped; then the others have nothing left to do."""
         if not self.elastic.joint:
             self.order.append(pipeline)
-            self._tie([self._copies[pipeline]])
+            with self._tying(1):
+                self._tie([self._copies[pipeline]])
         elif update > self._tied:
-            self._tie(self._copies)
+            with self._tying(len(self._copies)):
+                self._tie(self._copies)
             self._tied = update
 
     @torch.no_grad()

@@ -133,7 +133,8 @@ class Copies:
         elastic = system.elastic(plan)
         self.averaging: Averaging | None = None
         if elastic is not None:
-            self.averaging = Averaging(elastic, [copy.versions for copy in self._copies])
+            versions = [copy.versions for copy in self._copies]
+            self.averaging = Averaging(elastic, versions, module.tying)
         elif plan.pipelines > 1:
             raise ValueError(
                 f"{system.name} says nothing of how {plan.pipelines} pipelines are tied together"

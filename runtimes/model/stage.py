@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from time import thread_time_ns
 from typing import Any
 
@@ -89,6 +89,11 @@ class Stage(nn.Module):
     def charge(self, optimizer: Optimizer, versions: int) -> None:
         """Called with each optimizer of the stage's weights, of which so many versions are held: it
         costs what it takes here."""
+
+    def tying(self, copies: int) -> AbstractContextManager[None]:
+        """Around the tying of so many copies of the stage's weights to their reference, which here
+        costs what it takes."""
+        return nullcontext()
 
     def watch_gradients(self) -> None:
         """Each layer's gradients are wanted when they are made, not at the end of the backward."""

@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from runtimes.ashpipe import AshPipe
+from runtimes.avgpipe import AvgPipe
 from runtimes.conformance import observed, probe, reading, recorder
-from runtimes.conformance.cases import CASES, Case
+from runtimes.conformance.cases import CASES, EVALUATED, Case
 from runtimes.conformance.observed import observe
 from runtimes.conformance.properties import Properties, declared
 from runtimes.dapple import Dapple
 from runtimes.execution import inprocess
+from runtimes.execution.averaging import Averaging
+from runtimes.execution.copies import Copies
 from runtimes.execution.versions import WeightVersions
 from runtimes.execution.worker import Worker
 from runtimes.gpipe import GPipe
@@ -33,6 +36,8 @@ ASHPIPE = Case("ashpipe", (1, 1, 1))
 REPLICATED = Case("ashpipe", (2, 3))
 RECOMPUTING = Case("ashpipe", (1, 1, 1), recompute=True)
 TWO_BUFFERS = Case("pipedream_2bw", (1, 1), 2)
+TIED = Case("avgpipe", (1, 1), 2, pipelines=2)
+ONE_BY_ONE = Case("avgpipe", (1, 1), 2, pipelines=3, options={"averaging": "asynchronous"})
 UNDRAINED = Case("ashpipe", (1, 1, 1), options={"drain": "run"}, epochs=2)
 
 
@@ -69,6 +74,18 @@ def test_a_pipeline_that_stays_full_ramps_up_after_an_evaluation_alone() -> None
     assert seen.delays[0][0] == seen.delays[1][0] == ramp
     assert [taken.once for taken in seen.taken[1][0]] == [8, 8, 8, 8, 8, 8, 8, 3] * 2
     assert (seen.live, seen.in_flight) == ((3, 2, 1), (3, 2, 1))
+
+
+def test_copies_and_reference_of_parallel_pipelines() -> None:
+    """Each pipeline has its own units in flight and its own half of the samples."""
+    seen = observe(TIED)
+    assert (seen.live, seen.in_flight) == ((3, 3), (2, 1))
+    assert seen.delays == (((((0,),) * 8,) * 2),) * 2
+    assert [taken.once for taken in seen.taken[1][0]] == [8, 8, 8, 8, 8, 8, 8, 3]
+    # Nothing precedes the first update of the run.
+    assert seen.averaged == ((((False,), *((True,),) * 7),) * 2, (((True,),) * 8,) * 2)
+    assert seen.evaluated == (EVALUATED, EVALUATED)
+    assert not any(moved != (False,) for moved in observe(DAPPLE).averaged[1][0])
 
 
 # ---- mutants -----------------------------------------------------------------------------------
@@ -136,11 +153,12 @@ def no_partial_batch_evaluated(program: Original, plan: Any, samples: int, size:
     return program(plan, samples // size * size, size)
 
 
-def evaluated_on_old_weights(forward: Original, self: Worker, *arguments: Any) -> None:
-    latest = self.copies[0].versions.latest
-    self.copies[0].versions.latest = min(self.copies[0].versions._sets)
-    forward(self, *arguments)
-    self.copies[0].versions.latest = latest
+def evaluated_on_old_weights(evaluated: Original, self: Copies, **words: Any) -> Any:
+    versions = self[0].versions
+    latest, versions.latest = versions.latest, min(versions._sets)
+    found = evaluated(self, **words)
+    versions.latest = latest
+    return found
 
 
 def versions_never_freed(retire: Original, self: WeightVersions, *_: Any) -> None:
@@ -153,6 +171,43 @@ def flushed_before_every_step(order: Original, self: Any, plan: Any, batches: An
 
 def all_forwards_first(order: Original, self: Any, plan: Any, batches: Any, **words: Any) -> Any:
     return GPipe().compute_order(plan, batches, **words)
+
+
+def one_copy_is_not_averaged(tie: Original, self: Averaging, copies: Any) -> None:
+    tie(self, [copy for copy in copies if copy is not self._copies[-1]])
+
+
+def nothing_is_averaged(tie: Original, self: Averaging, copies: Any) -> None:
+    return None
+
+
+def a_copy_is_evaluated(evaluated: Original, self: Copies, **words: Any) -> Any:
+    return evaluated(self, **words) if words.get("mean") else self[0].current
+
+
+def the_mean_is_kept(evaluated: Original, self: Copies, **words: Any) -> Any:
+    self.kept = [*getattr(self, "kept", []), found := evaluated(self, **words)]  # type: ignore[attr-defined]
+    return found
+
+
+def the_reference_is_evaluated_twice(evaluated: Original, self: Copies, **words: Any) -> Any:
+    return evaluated(self)
+
+
+def loss_of_the_whole_batch(loss: Original, self: Worker, flight: Any, logits: Any) -> Any:
+    batches, index = self.program.batches, flight.step - self.first_step
+    share = batches.share_of_batch(flight.pipeline, index)
+    return loss(self, flight, logits) * share / batches.sizes[index]
+
+
+def pipelines_train_the_same_share(flight: Original, self: Worker, action: Action) -> Any:
+    """The first one's."""
+    found = flight(self, action)
+    if self.program.training and action.pipeline:
+        low, _ = self.program.batches.samples(0, action.unit)
+        batch = self.active_feed.indices(found.step)
+        found.samples = batch[low : low + len(found.samples)]
+    return found
 
 
 def drained_after_every_epoch(drain: Original, job: Any, task: Any, epoch: int) -> int:
@@ -173,10 +228,20 @@ MUTANTS: list[tuple[Original, Any, str, Case, str]] = [
     (mean_over_replicas, inprocess.Mailbox, "complete", DP, "taken"),
     (mean_over_replicas, inprocess.Mailbox, "complete", REPLICATED, "delays"),
     (no_partial_batch_evaluated, inprocess, "evaluation_program", DAPPLE, "evaluated"),
-    (evaluated_on_old_weights, Worker, "_forward_only", TWO_BUFFERS, "evaluated"),
+    (evaluated_on_old_weights, Copies, "evaluated", TWO_BUFFERS, "evaluated"),
     (versions_never_freed, WeightVersions, "_retire", ASHPIPE, "live"),
     (flushed_before_every_step, AshPipe, "compute_order", ASHPIPE, "delays"),
     (all_forwards_first, Dapple, "compute_order", DAPPLE, "in_flight"),
+    (one_copy_is_not_averaged, Averaging, "_tie", TIED, "averaged"),
+    (one_copy_is_not_averaged, Averaging, "_tie", ONE_BY_ONE, "averaged"),
+    (nothing_is_averaged, Averaging, "_tie", TIED, "averaged"),
+    (a_copy_is_evaluated, Copies, "evaluated", TIED, "evaluated"),
+    (a_copy_is_evaluated, Copies, "evaluated", ONE_BY_ONE, "evaluated"),
+    (the_reference_is_evaluated_twice, Copies, "evaluated", ONE_BY_ONE, "evaluated"),
+    (the_mean_is_kept, Copies, "evaluated", TIED, "live"),
+    (loss_of_the_whole_batch, Worker, "_loss", TIED, "taken"),
+    (pipelines_train_the_same_share, Worker, "_flight", TIED, "taken"),
+    (all_forwards_first, AvgPipe, "compute_order", TIED, "in_flight"),
     (drained_after_every_epoch, observed, "next_drain", UNDRAINED, "delays"),
     (drained_at_the_end_alone, observed, "next_drain", UNDRAINED, "evaluated"),
     (drained_at_the_end_alone, observed, "next_drain", ASHPIPE, "delays"),

@@ -124,6 +124,29 @@ def test_parts_of_a_stage_add_up_to_it() -> None:
     assert seen == [3 * MS, 12 * MS, 12 * MS + 18 * MS, 36 * MS]
 
 
+def test_tying_copies_takes_what_the_simulator_says_once_for_all_or_for_each() -> None:
+    """Two passes of a step of plain SGD a copy, and two thirds for the reference: of the three
+    layers of a stage, of which only a thousandth of the weights is there."""
+    pass_ns = 3 * 4 * MS
+    for averaging, expected in (
+        ("synchronous", [(2 * 2 + 2 / 3) * pass_ns, 0.0]),
+        ("asynchronous", [(2 + 2 / 3) * pass_ns] * 2),
+    ):
+        clock = Clock()
+        stack = stack_at(clock)
+        plan = Plan.contiguous([1, 3], micro_batches=1, pipelines=2)
+        job = job_of("avgpipe", plan, EMULATION, optimizer=PLAIN, options={"averaging": averaging})
+        engine = InProcess(job, job.tasks[0], stack, Feed(8))
+        ties = engine.workers[1].copies.averaging
+        assert ties is not None
+        seen = []
+        for pipeline in range(2):
+            begin = clock.time
+            ties.average(pipeline, 0)
+            seen.append(clock.time - begin)
+        assert seen == pytest.approx(expected, abs=2)
+
+
 @pytest.mark.parametrize("watched", [False, True])
 def test_layers_wait_together_unless_somebody_watches_their_gradients(watched: bool) -> None:
     clock, seen = Clock(), []

@@ -35,11 +35,19 @@ class PerSample(UniformCosts):
         return n * super().compute_seconds(op, stage, replica, part, n)
 
 
-def random_program(dice: random.Random) -> Program:
-    options = {"ashpipe": {"order": dice.choice(["ours", "published"])}}
+def random_program(dice: random.Random, most_pipelines: int = 1) -> Program:
+    options: dict[str, dict[str, Any]] = {
+        "ashpipe": {"order": dice.choice(["ours", "published"])},
+        "avgpipe": {
+            "advance": dice.randint(0, 4),
+            "averaging": dice.choice(["synchronous", "asynchronous"]),
+            "every": dice.randint(1, 3),
+        },
+    }
     options["dp"] = {"overlap": dice.random() < 0.5}
     name = dice.choice([*SYSTEMS, "random", "evaluation"])
-    plan = random_plan(dice, layers=6)
+    parallel = most_pipelines if name == "avgpipe" else 1
+    plan = random_plan(dice, layers=6, most_pipelines=parallel)
     if name == "random":
         return next(program for program in random_orders(dice, plan) if is_valid(program))
     if name == "evaluation":
@@ -48,7 +56,8 @@ def random_program(dice: random.Random) -> Program:
     system = get_system(name, options.get(name))
     sizes = tuple(dice.choice((1, 2, 7, 18)) for _ in range(dice.randint(1, 4)))
     norm = system.global_norm and dice.random() < 0.3
-    return system.program(fitting_plan(system, plan), sizes, norm=norm)
+    phase = dice.randrange(system.period)
+    return system.program(fitting_plan(system, plan), sizes, norm=norm, phase=phase)
 
 
 def random_orders(dice: random.Random, plan: Plan) -> Iterator[Program]:
@@ -82,6 +91,7 @@ def random_costs(dice: random.Random, plan: Plan) -> UniformCosts:
         each((0.0, 16.0, 64.0), stages),
         dice.randint(0, 3),
         {op: dice.choice((0.0, 0.125)) for op in Op},
+        each((0.0, 0.25), stages),
     )
 
 
@@ -171,6 +181,8 @@ class Account:
             )
         elif action.op == Op.STEP:
             self.spend(index, self.costs.step_seconds(stage, replica))
+        elif action.op == Op.AVERAGE:
+            self.spend(index, self.costs.average_seconds(stage, replica, 1))
         elif action.op in SENDS:
             self.send(index, action)
         elif action.op == Op.REDUCE:
@@ -235,7 +247,7 @@ class Account:
 @settings(max_examples=150)
 @given(dice_of)
 def test_a_makespan_lies_between_the_longest_path_and_the_sum_of_all(dice: random.Random) -> None:
-    program = random_program(dice)
+    program = random_program(dice, most_pipelines=3)
     costs = random_costs(dice, program.plan)
     cluster = random_cluster(dice, program.plan.world_size)
     account = Account(program, cluster, costs)
@@ -263,7 +275,7 @@ def test_without_queues_it_is_the_longest_path(dice: random.Random) -> None:
 
 @given(dice_of)
 def test_it_repeats_exactly(dice: random.Random) -> None:
-    program = random_program(dice)
+    program = random_program(dice, most_pipelines=3)
     costs = random_costs(dice, program.plan)
     cluster = random_cluster(dice, program.plan.world_size)
     first, again, short = (
