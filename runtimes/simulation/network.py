@@ -72,6 +72,8 @@ class Network(Generic[Subject]):
         self._stolen = cluster.stolen_seconds_per_byte
         self._numbers: dict[Port, int] = {}
         self._free: list[float] = []
+        #: Messages that queue at each port, which one that takes no time must not overtake.
+        self._queued: list[int] = []
         self._bytes: list[float] = []
         self.route = cache(self._route)
         self._reduction = cache(self._planned)
@@ -84,6 +86,7 @@ class Network(Generic[Subject]):
         if port not in self._numbers:
             self._numbers[port] = len(self._numbers)
             self._free.append(0.0)
+            self._queued.append(0)
             self._bytes.append(0.0)
         return self._numbers[port]
 
@@ -96,18 +99,28 @@ class Network(Generic[Subject]):
         """A message of ``size`` bytes is issued."""
         seconds = size / route.bandwidth_bytes_per_s
         message = Message(route, size, seconds, subject)
-        port, free = route.ports[0], self._free
-        begin = free[port]
-        if begin > now:
-            free[port] = begin + seconds
-            self._agenda.at(begin, self._pass, message)
-        else:
-            free[port] = now + seconds
+        if not self._queues(message, route.ports[0], now):
             self._pass(message, now)
+
+    def _queues(self, message: Message[Subject], port: int, now: float) -> bool:
+        """The port serves the message, now or, if it has to queue for it, later."""
+        begin = self._free[port]
+        if begin <= now and not self._queued[port]:
+            self._free[port] = now + message.seconds
+            return False
+        self._free[port] = max(begin, now) + message.seconds
+        self._queued[port] += 1
+        self._agenda.at(max(begin, now), self._leave, message)
+        return True
+
+    def _leave(self, message: Message[Subject], now: float) -> None:
+        """It is its turn at the port where it queued."""
+        self._queued[message.route.ports[message.passed]] -= 1
+        self._pass(message, now)
 
     def _pass(self, message: Message[Subject], now: float) -> None:
         """It begins at a port, and at those behind that are free."""
-        route, seconds, free = message.route, message.seconds, self._free
+        route, seconds = message.route, message.seconds
         if self._stolen and not message.passed:
             self._steals(route.sender, message.size * self._stolen, now)
         while True:
@@ -115,13 +128,8 @@ class Network(Generic[Subject]):
             message.passed += 1
             if message.passed == len(route.ports):
                 break
-            port = route.ports[message.passed]
-            begin = free[port]
-            if begin > now:
-                free[port] = begin + seconds
-                self._agenda.at(begin, self._pass, message)
+            if self._queues(message, route.ports[message.passed], now):
                 return
-            free[port] = now + seconds
         if self._stolen:
             self._steals(route.receiver, message.size * self._stolen, now)
         self._arrives(message, now + seconds + route.latency_seconds)

@@ -11,8 +11,10 @@ import pytest
 from runtimes.execution.trace import PARTS
 from runtimes.plan import Plan
 from runtimes.schedule import Action, Batches, Op, Program, Stream, parse
+from runtimes.simulation.agenda import Agenda
 from runtimes.simulation.cluster import Cluster, Link, Node
 from runtimes.simulation.costs import Reduced, UniformCosts
+from runtimes.simulation.network import Network
 from runtimes.simulation.simulator import Simulation, simulate
 from runtimes.system import evaluation_program
 from runtimes.systems import get_system
@@ -246,3 +248,22 @@ def test_devices_that_the_plan_leaves_idle_change_nothing() -> None:
     small = forwards(single_node(2, Link(4.0, 0.5)), (1.0, 2.0), size=4.0)
     large = forwards(Cluster("large", (Node(9),), Link(4.0, 0.5)), (1.0, 2.0), size=4.0)
     assert small == replace(large, program=small.program)
+
+
+def test_a_message_without_bytes_overtakes_none_that_queues() -> None:
+    """At the moment in which a port is free again, the one that waits for it goes first."""
+    agenda, came = Agenda(), list[tuple[str, float]]()
+    cluster = Cluster("one node", (Node(2),), Link(1.0, 0.5))
+    network = Network[str](
+        cluster, agenda, lambda message, time: came.append((message.subject, time)), _nothing
+    )
+    route = network.route(0, 1)
+    agenda.at(3.0, lambda subject, now: network.send(route, 0.0, subject, now), "late")
+    for subject, size in (("long", 3.0), ("empty", 0.0)):
+        network.send(route, size, subject, 0.0)
+    agenda.run()
+    assert came == [("long", 3.5), ("empty", 3.5), ("late", 3.5)]
+
+
+def _nothing(rank: int, seconds: float, now: float) -> None:
+    """No time is stolen."""
