@@ -299,6 +299,10 @@ def profile(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="An argument of the model, e.g. depth=4."),
     ] = None,
+    batch_norm: Annotated[
+        str | None,
+        typer.Option(metavar="HOW", help="per-unit: BatchNorm on the statistics of each unit."),
+    ] = None,
     set_: Settings = None,
     ranks: Annotated[
         int,
@@ -343,6 +347,7 @@ def profile(
         precision=precision,
         device=device,
         args=arg or (),
+        batch_norm=batch_norm,
         settings=set_ or (),
         ranks=ranks,
         pin_cores=pin_cores,

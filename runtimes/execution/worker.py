@@ -16,6 +16,7 @@ from runtimes.execution.engine import Accuracy, Feed
 from runtimes.execution.flight import Flight
 from runtimes.execution.optimizer import build_optimizer
 from runtimes.execution.precision import autocast, dtype_of, synchronize
+from runtimes.execution.tally import Tally
 from runtimes.execution.trace import Trace
 from runtimes.execution.transport import Endpoint
 from runtimes.execution.updates import StageUpdates
@@ -102,9 +103,7 @@ class Worker:
         self.is_last = self.stage_index == len(self.plan.stages) - 1
         self.trace = Trace(busy_ns=self.module.busy_ns)
         self.losses: dict[int, Tensor] = {}
-        self.correct = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.evaluated = 0
+        self.tally = Tally(self.device)
         self.peak_in_flight = 0
         #: By pipeline and unit.
         self.flights: dict[tuple[int, int], Flight] = {}
@@ -144,9 +143,8 @@ class Worker:
             self.module.train(program.training)
         if program.training:
             self.versions.drained(program.carried)
-        self.losses, self.evaluated, self.peak_in_flight = {}, 0, 0
-        self.correct.zero_()
-        self.loss_sum.zero_()
+        self.losses, self.peak_in_flight = {}, 0
+        self.tally.clear()
         self._done: set[Action] = set()
         self._awaited = {edge for edges in program.after.values() for edge in edges}
         self._heads = [_Head(iter(stream)) for stream in program.of_rank(self.rank)]
@@ -279,11 +277,7 @@ class Worker:
         with torch.no_grad():
             flight.output = self._run(flight, x)
         if self.is_last:
-            labels = self.active_feed.labels(flight.samples)
-            logits = flight.output
-            self.correct += (logits.argmax(1) == labels).sum()
-            self.loss_sum += cross_entropy_sum(logits, labels, 0.0).to(torch.float64)
-            self.evaluated += len(flight.samples)
+            self.tally.add(flight.output, self.active_feed.labels(flight.samples))
             # Without a backward a unit is over here, or with its last send.
             del self.flights[action.pipeline, action.unit]
 
@@ -374,7 +368,7 @@ class Worker:
 
     def accuracy(self) -> Accuracy:
         """Of the evaluation just run, this rank's share."""
-        return Accuracy(int(self.correct), float(self.loss_sum), self.evaluated)
+        return self.tally.accuracy()
 
     def loss_shares(self) -> dict[int, float]:
         return {step: float(loss) for step, loss in self.losses.items()}
