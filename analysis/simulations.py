@@ -10,8 +10,9 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.evidence import Evidence, Quantity, ratio
+from analysis.evidence import Evidence
 from analysis.layout import Table, View, fixed, percent
+from analysis.over_dp import ratios_to_dp
 
 __all__ = ["SCHEMA", "Study", "load_studies", "tables"]
 
@@ -71,7 +72,7 @@ def _study(path: Path, source: str) -> Study:
                 name=document["name"],
                 source=source,
                 evidence=evidence.label,
-                ratio_to_dp=_ratios(rows, evidence),
+                ratio_to_dp=ratios_to_dp(document["rows"], evidence),
                 memory_gb=rows["memory_bytes"].map(max) / 1e9,
                 **_numbers(rows),
                 profile_reference_s=document["profile"].get("reference_seconds"),
@@ -90,20 +91,6 @@ def _numbers(rows: pd.DataFrame) -> dict[str, list[float]]:
     told = rows.get("numbers", pd.Series(None, rows.index, dtype=object))
     found = [entry if isinstance(entry, dict) else {} for entry in told]
     return {name: [entry.get(name, float("nan")) for entry in found] for name in NUMBERS}
-
-
-def _ratios(rows: pd.DataFrame, evidence: Evidence) -> list[float]:
-    """Of images/s to the first dp of the same batch size and bandwidth."""
-    base: dict[tuple[Any, ...], Quantity] = {}
-    places = list(zip(rows["batch_size"], rows["bandwidth_share"], strict=True))
-    speeds = rows.get("images_per_s", pd.Series(float("nan"), rows.index))
-    for place, system, speed in zip(places, rows["system"], speeds, strict=True):
-        if system == "dp" and not pd.isna(speed):
-            base.setdefault(place, Quantity(speed, evidence))
-    return [
-        ratio(Quantity(speed, evidence), base[place]).value if place in base else float("nan")
-        for place, speed in zip(places, speeds, strict=True)
-    ]
 
 
 def _inputs(document: Mapping[str, Any]) -> str:

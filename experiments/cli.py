@@ -9,20 +9,17 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, cast
 
 import typer
 
+from experiments import predicting
 from experiments.errors import UserError, one_line
-
-if TYPE_CHECKING:
-    from experiments.commands import Answer
+from experiments.words import ConfigName, Json, Settings, show
 
 __all__ = ["app", "main"]
-
-Number = TypeVar("Number", int, float)
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 3
 
@@ -38,14 +35,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ConfigName = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="Name, as of `matrix --list`, or path of a config.")
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a key, e.g. train.epochs=2."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Archive earlier records and start over.")]
 DataRoot = Annotated[
     str | None,
@@ -93,24 +82,10 @@ def _wrong(text: str) -> int:
     return WRONG
 
 
-def _show(answer: Answer, as_json: bool) -> int:
-    text = json.dumps(answer.document, indent=1) if as_json else answer.text.rstrip("\n")
-    sys.stdout.write(f"{text}\n")
-    return answer.code
-
-
 def _with_root(settings: Sequence[str] | None, data_root: str | None) -> list[str]:
     # As a JSON string, which TOML reads too, so that no directory's name is taken for a number.
     root = [] if data_root is None else [f"data.root={json.dumps(data_root)}"]
     return [*(settings or ()), *root]
-
-
-def _numbers(option: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:
-    """Of a list like 64,128; UserError for what is none."""
-    try:
-        return tuple(kind(part) for part in text.split(",") if part)
-    except ValueError:
-        raise UserError(f"{option} is {text!r}, but must be numbers like 1,2,4") from None
 
 
 @app.command()
@@ -124,7 +99,7 @@ def run(
     """Train one config: once a seed and a value swept; what is recorded as done is not repeated."""
     from experiments.commands import run_config
 
-    return _show(run_config(config, _with_root(set_, data_root), fresh=fresh), json_)
+    return show(run_config(config, _with_root(set_, data_root), fresh=fresh), json_)
 
 
 @app.command()
@@ -142,7 +117,7 @@ def bench(
     found = load(config, _with_root(set_, data_root))
     if found.kind != "bench":
         raise UserError(f"{found.name} has no [bench] section: train it with `pipebench run`")
-    return _show(run_configs([found], fresh=fresh), json_)
+    return show(run_configs([found], fresh=fresh), json_)
 
 
 @app.command()
@@ -169,10 +144,10 @@ def matrix(
 
     entries = select(tier, only, _with_root(set_, data_root))
     if list_:
-        return _show(list_matrix(entries), json_)
+        return show(list_matrix(entries), json_)
     if dry_run:
-        return _show(plan_matrix(entries, fresh=fresh), json_)
-    return _show(run_matrix(entries, fresh=fresh, jobs=jobs), json_)
+        return show(plan_matrix(entries, fresh=fresh), json_)
+    return show(run_matrix(entries, fresh=fresh, jobs=jobs), json_)
 
 
 @app.command()
@@ -180,7 +155,7 @@ def systems(json_: Json = False) -> int:
     """List the systems, their options, and the peers they are measured against."""
     from experiments.commands import list_systems
 
-    return _show(list_systems(), json_)
+    return show(list_systems(), json_)
 
 
 @app.command()
@@ -221,55 +196,10 @@ def schedule(
     answer = draw_schedule(
         system, [*(set_ or ()), *short], stages, units, replicas, pipelines, profile
     )
-    return _show(answer, json_)
+    return show(answer, json_)
 
 
-@app.command("simulate")
-def simulate_(
-    config: ConfigName,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="In experiments/clusters, or a file; default: what the config emulates.",
-        ),
-    ] = None,
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="In experiments/profiles, or a file; default: computed for the cluster's devices.",
-        ),
-    ] = None,
-    batch_sizes: Annotated[
-        str, typer.Option(metavar="N,…", help="In the place of train.batch_size.")
-    ] = "",
-    bandwidth_shares: Annotated[
-        str, typer.Option(metavar="X,…", help="What links reach of their bandwidth.")
-    ] = "1",
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write it there, not to results/."),
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write what each device does when.")
-    ] = None,
-    set_: Settings = None,
-    json_: Json = False,
-) -> int:
-    """Simulate a config's systems on a cluster: time and memory, without running anything."""
-    from experiments.commands import simulate_config
-    from experiments.simulation import Request
-
-    request = Request(
-        config,
-        set_ or (),
-        cluster,
-        profile,
-        _numbers("--batch-sizes", batch_sizes, int),
-        _numbers("--bandwidth-shares", bandwidth_shares, float),
-    )
-    return _show(simulate_config(request, output, trace), json_)
+app.command("simulate")(predicting.simulate)
 
 
 @app.command()
@@ -277,92 +207,10 @@ def conformance(json_: Json = False) -> int:
     """Run every system on layers that see what happens, and compare that with what it declares."""
     from experiments.commands import check_conformance
 
-    return _show(check_conformance(), json_)
+    return show(check_conformance(), json_)
 
 
-@app.command()
-def profile(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A timm ViT, or VisionTransformer, or the CONFIG whose model and images to take.",
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it, as JSON.")
-    ],
-    batch_sizes: Annotated[
-        str, typer.Option(metavar="N,…", help="Samples of a unit, from the least to the most.")
-    ] = "1,2,4,8",
-    image_size: Annotated[
-        int | None, typer.Option(min=1, metavar="PIXELS", help="Default: the model's, or 224.")
-    ] = None,
-    in_chans: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Channels; default: the model's, or 3.")
-    ] = None,
-    precision: Annotated[
-        str | None, typer.Option(metavar="P", help="float32, tf32, bf16 or float64.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu or cuda.")] = None,
-    arg: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="An argument of the model, e.g. depth=4."),
-    ] = None,
-    set_: Settings = None,
-    ranks: Annotated[
-        int,
-        typer.Option(
-            min=1, metavar="N", help="Processes that measure at the same time; from 2 on links too."
-        ),
-    ] = 1,
-    pin_cores: Annotated[
-        bool | None, typer.Option("--pin-cores/--no-pin-cores", help="A core for each rank.")
-    ] = None,
-    repeats: Annotated[int, typer.Option(min=1, metavar="N")] = 15,
-    device_spec: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Compute it for a100-80gb, v100-32gb or h200 instead."),
-    ] = None,
-    compute_efficiency: Annotated[
-        float | None,
-        typer.Option(metavar="SHARE", help="Of that device's peak FLOP/s; default 0.5."),
-    ] = None,
-    memory_efficiency: Annotated[
-        float | None, typer.Option(metavar="SHARE", help="Of its memory's bandwidth; default 0.8.")
-    ] = None,
-    write_cluster: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Also write links and memory, as a cluster for simulate."
-        ),
-    ] = None,
-    json_: Json = False,
-) -> int:
-    """Measure what a model's layers, optimizers and messages cost here, or compute it for a device
-    that is not here; the simulator reads the file."""
-    from experiments.commands import make_profile
-    from experiments.profiling import Wanted
-
-    wanted = Wanted(
-        model=model,
-        output=output,
-        batch_sizes=batch_sizes,
-        image_size=image_size,
-        in_chans=in_chans,
-        precision=precision,
-        device=device,
-        args=arg or (),
-        settings=set_ or (),
-        ranks=ranks,
-        pin_cores=pin_cores,
-        repeats=repeats,
-        device_spec=device_spec,
-        compute_efficiency=compute_efficiency,
-        memory_efficiency=memory_efficiency,
-        cluster=write_cluster,
-    )
-    return _show(make_profile(wanted), json_)
+app.command()(predicting.profile)
 
 
 @app.command()
@@ -370,7 +218,7 @@ def tables(json_: Json = False) -> int:
     """Print the tables of all records, and write them beside the runs."""
     from experiments.commands import make_tables
 
-    return _show(make_tables(), json_)
+    return show(make_tables(), json_)
 
 
 @app.command()
@@ -388,7 +236,7 @@ def figure(
     """
     from experiments.commands import draw_figure
 
-    return _show(draw_figure(name, traces or ()), json_)
+    return show(draw_figure(name, traces or ()), json_)
 
 
 @app.command()
@@ -407,4 +255,4 @@ def trace(
     """Say where the trace of a run is, and what is in it; ui.perfetto.dev draws it."""
     from experiments.commands import show_trace
 
-    return _show(show_trace(run, output), json_)
+    return show(show_trace(run, output), json_)

@@ -215,15 +215,12 @@ def _records() -> Iterator[None]:
 
 def simulate_config(request: Request, output: Path | None, trace: Path | None) -> Answer:
     """The document goes to ``output``, or to where tables and figures find it."""
-    from experiments.simulation import (
-        simulation_document,
-        simulation_rows,
-        simulation_timelines,
-    )
+    from experiments.simulation import simulated, simulation_rows
     from runtimes.manifest import write_json
     from runtimes.tracing import write_trace
 
-    document = simulation_document(request)
+    found = simulated(request, traced=trace is not None)
+    document = found.document
     Progress().warn(document["warnings"])
     if output is None:
         name = document["name"].replace("/", "-")
@@ -231,7 +228,7 @@ def simulate_config(request: Request, output: Path | None, trace: Path | None) -
         output.parent.mkdir(parents=True, exist_ok=True)
     write_json(output, document)
     if trace is not None:
-        write_trace(trace, simulation_timelines(request))
+        write_trace(trace, found.timelines)
     return Answer(document, f"{columns(simulation_rows(document))}\n{output}")
 
 

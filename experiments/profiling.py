@@ -22,7 +22,7 @@ from experiments.profiles import model_of
 from experiments.progress import Progress
 from experiments.reports import columns
 from experiments.resolve import image_of
-from runtimes.job import ModelSpec, Precision
+from runtimes.job import BatchNorm, ModelSpec, Precision
 from runtimes.manifest import write_json
 from runtimes.planning.device_specs import DeviceSpec, device_spec
 from runtimes.planning.profile import LayerProfile, Profile
@@ -35,6 +35,7 @@ __all__ = ["Wanted", "profile_text", "profiled", "write_profile"]
 
 _PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 _DEVICES: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
+_BATCH_NORMS: tuple[BatchNorm, ...] = get_args(BatchNorm)
 _MODULE = "runtimes.planning.measurement"
 
 Word = TypeVar("Word")
@@ -55,6 +56,7 @@ class Wanted:
     precision: str | None = None
     device: str | None = None
     args: Sequence[str] = ()
+    batch_norm: str | None = None
     settings: Sequence[str] = ()
     ranks: int = 1
     pin_cores: bool | None = None
@@ -115,9 +117,14 @@ def _request(wanted: Wanted) -> tuple[ProfileRequest, LayerStack]:
             pin_cores=defaults["pin_cores"] if wanted.pin_cores is None else wanted.pin_cores,
         )
         stack = build_stack(model)
-        stack.output_shapes(image, dtype_of(request.precision))
+        lone = next(filter(None, stack.lone_norms(image, dtype_of(request.precision))), None)
     except (ValueError, RuntimeError) as error:
         raise UserError(one_line(error)) from None
+    if lone is not None and 1 in request.batch_sizes:
+        raise UserError(
+            f"in a unit of 1 sample {lone} sees 1 value a channel, too few to normalise: give "
+            "--batch-sizes from 2 on, or larger images"
+        )
     return request, stack
 
 
@@ -133,22 +140,33 @@ def _of_model(wanted: Wanted) -> tuple[ModelSpec, tuple[int, int, int], dict[str
         raise UserError(
             f"--set changes a config, and {wanted.model!r} is a model: give its arguments by --arg"
         )
+    from runtimes.model.vision import NAMES
+
     args = {".".join(path): value for path, value in map(parse_setting, wanted.args)}
-    # timm's names for what the model takes.
-    for key, given in (("img_size", wanted.image_size), ("in_chans", wanted.in_chans)):
-        if given is not None and args.setdefault(key, given) != given:
-            raise UserError(f"--arg {key}={args[key]} and {given} images do not go together")
-    size, channels = args.get("img_size", 224), args.get("in_chans", 3)
+    if wanted.model in NAMES:
+        # Of torchvision, which take images of any size and three channels.
+        size, channels = wanted.image_size or 224, 3
+        if wanted.in_chans not in (None, channels):
+            raise UserError(f"{wanted.model} takes images of 3 channels, not {wanted.in_chans}")
+    else:
+        # timm's names for what the model takes.
+        for key, given in (("img_size", wanted.image_size), ("in_chans", wanted.in_chans)):
+            if given is not None and args.setdefault(key, given) != given:
+                raise UserError(f"--arg {key}={args[key]} and {given} images do not go together")
+        size, channels = args.get("img_size", 224), args.get("in_chans", 3)
     if not isinstance(size, int) or not isinstance(channels, int) or min(size, channels) < 1:
         raise UserError(
             f"images of {channels} channels and {size} pixels: both must be at least 1, and whole"
         )
     defaults = {"precision": "float32", "device": "cpu", "pin_cores": False}
-    return ModelSpec(wanted.model, args), (channels, size, size), defaults
+    norm = wanted.batch_norm
+    per_unit = None if norm is None else _one_of(_BATCH_NORMS, "--batch-norm", norm)
+    return ModelSpec(wanted.model, args, per_unit), (channels, size, size), defaults
 
 
 def _of_config(wanted: Wanted) -> tuple[ModelSpec, tuple[int, int, int], dict[str, Any]]:
-    if wanted.args or wanted.image_size is not None or wanted.in_chans is not None:
+    given = (wanted.image_size, wanted.in_chans, wanted.batch_norm)
+    if wanted.args or any(value is not None for value in given):
         raise UserError(
             f"model and images are those of config {wanted.model!r}: change them by --set, "
             "e.g. --set model.args.depth=4"

@@ -26,6 +26,7 @@ from runtimes.job import (
     OptimizerSpec,
     SwitchSpec,
     Task,
+    whole_batches,
 )
 from runtimes.peers import check_peer
 from runtimes.plan import Plan, split
@@ -287,11 +288,10 @@ def _check_whole_batches(config: Config) -> None:
             )
     for label, size in own.items():
         for steps in (config.bench.steps, config.bench.warmup_steps):
-            if (images := steps * config.train.batch_size) % size:
-                raise UserError(
-                    f"{config.name}: contenders see equally many images, but the {images} of "
-                    f"{steps} batches are no multiple of {label}'s batch_size {size}"
-                )
+            try:
+                whole_batches(label, steps, config.train.batch_size, size)
+            except ValueError as error:
+                raise UserError(f"{config.name}: {error}") from None
 
 
 def tasks_of(config: Config, layers: Layers) -> tuple[Task, ...]:

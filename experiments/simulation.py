@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from analysis.evidence import Evidence
+from analysis.over_dp import ratios_to_dp
 from experiments.clusters import cluster_names, load_cluster, read_cluster
 from experiments.config import Config
 from experiments.emulation import cluster_of
@@ -25,9 +28,9 @@ from runtimes.simulation.costs import ProfileCosts
 from runtimes.simulation.simulator import simulate
 from runtimes.simulation.steady import steady
 from runtimes.systems import schedule_of
-from runtimes.timeline import Timed, Timeline
+from runtimes.timeline import Span, Timeline
 
-__all__ = ["Request", "simulation_document", "simulation_rows", "simulation_timelines"]
+__all__ = ["Request", "Simulated", "simulated", "simulation_rows"]
 
 
 @dataclass(frozen=True)
@@ -65,16 +68,31 @@ def _inputs(request: Request) -> _Inputs:
     return _Inputs(named.name, configs, cluster, scaled, _profile(request, configs))
 
 
-def simulation_document(request: Request) -> dict[str, Any]:
-    """Of schema pipebench.simulation/1; UserError for what cannot be simulated."""
+@dataclass(frozen=True)
+class Simulated:
+    """``document``: of schema pipebench.simulation/1; ``timelines``: if asked for, of every
+    contender the segment that the benchmark times, at the first batch size and share of
+    bandwidth."""
+
+    document: dict[str, Any]
+    timelines: Sequence[Timeline]
+
+
+def simulated(request: Request, *, traced: bool = False) -> Simulated:
+    """UserError for what cannot be simulated."""
     try:
         given = _inputs(request)
-        rows, warnings = list[dict[str, Any]](), list[str]()
-        for config in given.configs:
-            warnings += warnings_of(config, tasks_of(config, layers_of(config)))
-            rows += _rows_of(config, given.profile, given.clusters)
+        document = _document(given)
+        return Simulated(document, _timelines(given) if traced else ())
     except ValueError as error:
         raise UserError(one_line(error)) from None
+
+
+def _document(given: _Inputs) -> dict[str, Any]:
+    rows, warnings = list[dict[str, Any]](), list[str]()
+    for config in given.configs:
+        warnings += warnings_of(config, tasks_of(config, layers_of(config)))
+        rows += _rows_of(config, given.profile, given.clusters)
     if all(row["status"] == "oom" for row in rows):
         raise UserError(rows[0]["why"])
     profile, paper = given.profile, given.configs[0].paper
@@ -98,24 +116,18 @@ def simulation_document(request: Request) -> dict[str, Any]:
     }
 
 
-def simulation_timelines(request: Request) -> list[Timeline]:
-    """Of every contender: the segment that the benchmark times, at the first batch size and share
-    of bandwidth.  UserError for what cannot be simulated."""
-    try:
-        given = _inputs(request)
-        config, cluster = given.configs[0], next(iter(given.clusters.values()))
-        tasks = tasks_of(config, layers_of(config))
-        job = job_of(config, tasks, DataSpec("", ""))
-        return [_timeline(job, task, given.profile, cluster) for task in tasks]
-    except ValueError as error:
-        raise UserError(one_line(error)) from None
+def _timelines(given: _Inputs) -> list[Timeline]:
+    config, cluster = given.configs[0], next(iter(given.clusters.values()))
+    tasks = tasks_of(config, layers_of(config))
+    job = job_of(config, tasks, DataSpec("", ""))
+    return [_timeline(job, task, given.profile, cluster) for task in tasks]
 
 
 def _timeline(job: Job, task: Task, profile: Profile, cluster: Cluster) -> Timeline:
     program = _program(job, task, _steps(job, task))
     costs = _costs(job, task, profile)
     ranks = tuple(
-        tuple(Timed(item.action, item.start, item.end) for item in items)
+        tuple(Span(item.action, item.start, item.end) for item in items)
         for items in simulate(program, cluster, costs).timed
     )
     return Timeline(
@@ -320,25 +332,20 @@ def simulation_rows(document: Mapping[str, Any]) -> list[list[str]]:
     lines = [
         ["contender", "batch", "links", "ms/batch", "images/s", "÷ dp", "idle", "exposed", "GB", ""]
     ]
-    base = {
-        (row["batch_size"], row["bandwidth_share"]): row["images_per_s"]
-        for row in reversed(document["rows"])
-        if row["system"] == "dp" and row["status"] == "ok"
-    }
-    for row in document["rows"]:
+    ratios = ratios_to_dp(document["rows"], Evidence.parse(document["evidence"]))
+    for row, over_dp in zip(document["rows"], ratios, strict=True):
         line = [row["label"], str(row["batch_size"]), f"{row['bandwidth_share']:.3g}×"]
         memory = f"{max(row['memory_bytes']) / 1e9:.1f}"
         if row["status"] != "ok":
             lines.append([*line, "–", "–", "–", "–", "–", memory, row["why"]])
             continue
-        speed, parts = row["images_per_s"], row["parts"]
-        dp = base.get((row["batch_size"], row["bandwidth_share"]))
+        parts = row["parts"]
         lines.append(
             [
                 *line,
                 f"{row['batch_seconds'] * 1e3:.2f}",
-                f"{speed:.1f}",
-                f"{speed / dp:.3f}" if dp else "–",
+                f"{row['images_per_s']:.1f}",
+                "–" if math.isnan(over_dp) else f"{over_dp:.3f}",
                 f"{parts['idle']:.1%}",
                 f"{parts['communication'] + parts['reduce']:.1%}",
                 memory,

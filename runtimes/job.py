@@ -27,6 +27,7 @@ __all__ = [
     "SwitchSpec",
     "Task",
     "Transport",
+    "whole_batches",
 ]
 
 Precision = Literal["float32", "tf32", "bf16", "float64"]
@@ -176,6 +177,18 @@ class Emulation:
             raise ValueError(f"truncation is {self.truncation}, but must be at least 1")
 
 
+def whole_batches(label: str, steps: int, batch_size: int, own_size: int) -> int:
+    """So many batches of ``own_size`` hold as many samples as ``steps`` of ``batch_size``; those of
+    contenders have to, which see equally many."""
+    count, rest = divmod(steps * batch_size, own_size)
+    if rest:
+        raise ValueError(
+            f"{label}: {steps} batches of {batch_size} samples are no whole number of batches of "
+            f"{own_size}: choose a batch_size that divides them"
+        )
+    return count
+
+
 @dataclass(frozen=True)
 class Job:
     """``bench`` is None for a training run, which has exactly one task, to begin with.
@@ -231,13 +244,7 @@ class Job:
     def batches(self, task: Task, steps: int) -> tuple[int, ...]:
         """Sizes of the task's batches that hold as many samples as ``steps`` of the job's."""
         size = task.batch_size or self.batch_size
-        count, rest = divmod(steps * self.batch_size, size)
-        if rest:
-            raise ValueError(
-                f"{task.label}: {steps} batches of {self.batch_size} samples are no whole number "
-                f"of batches of {size}: choose a batch_size that divides them"
-            )
-        return (size,) * count
+        return (size,) * whole_batches(task.label, steps, self.batch_size, size)
 
     @property
     def evidence(self) -> Literal["measured", "emulated"]:

@@ -10,7 +10,7 @@ from runtimes.plan import Plan
 from runtimes.schedule.action import COMPUTE, Action, Op
 from runtimes.schedule.batches import Batches
 
-__all__ = ["BUSY", "Cut", "Evidence", "Timed", "Timeline", "batch_of", "nanoseconds"]
+__all__ = ["BUSY", "Cut", "Evidence", "Span", "Timeline", "batch_of", "nanoseconds"]
 
 #: Class of evidence of the times.
 Evidence = Literal["measured", "emulated", "simulated"]
@@ -19,7 +19,7 @@ Evidence = Literal["measured", "emulated", "simulated"]
 BUSY = COMPUTE | {Op.REDUCE, Op.NORM, Op.STEP, Op.AVERAGE}
 
 
-class Timed(NamedTuple):
+class Span(NamedTuple):
     """One action; seconds from the begin of the segment on, on the clock that all ranks share."""
 
     action: Action
@@ -54,7 +54,7 @@ class Timeline:
     evidence: Evidence
     plan: Plan
     batches: Batches
-    ranks: tuple[tuple[Timed, ...], ...]
+    ranks: tuple[tuple[Span, ...], ...]
     segment: str
     first: int = 0
     cut: Cut | None = None
@@ -71,7 +71,7 @@ class Timeline:
         for rank, items in enumerate(self.ranks):
             self._check(rank, items)
 
-    def _check(self, rank: int, items: Sequence[Timed]) -> None:
+    def _check(self, rank: int, items: Sequence[Span]) -> None:
         before = 0
         for action, start, end in items:
             if self.plan.rank(action.stage, action.replica) != rank:

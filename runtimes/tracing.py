@@ -20,7 +20,7 @@ from runtimes.plan import Plan
 from runtimes.schedule.action import COMPUTE, RECEIVES, SENDS, Action, parse
 from runtimes.schedule.batches import Batches
 from runtimes.schedule.program import channel
-from runtimes.timeline import Cut, Timed, Timeline, batch_of, nanoseconds
+from runtimes.timeline import Cut, Span, Timeline, batch_of, nanoseconds
 
 __all__ = ["SCHEMA", "TRACE_FILE", "read_trace", "trace_document", "traced", "write_trace"]
 
@@ -129,7 +129,7 @@ def _events(process: int, timeline: Timeline, numbers: Iterator[int]) -> list[li
     return ranks
 
 
-def _complete(item: Timed, timeline: Timeline) -> Event:
+def _complete(item: Span, timeline: Timeline) -> Event:
     action, start = item.action, nanoseconds(item.start_seconds)
     replicas = timeline.plan.stages[action.stage].replicas
     arguments: dict[str, int] = {
@@ -160,7 +160,7 @@ def _key(action: Action, plan: Plan) -> Any:
     return channel(action, plan), action.unit, action.interval[0]
 
 
-def _messages(timeline: Timeline, ops: frozenset[Any]) -> dict[Any, Timed]:
+def _messages(timeline: Timeline, ops: frozenset[Any]) -> dict[Any, Span]:
     return {
         _key(item.action, timeline.plan): item
         for items in timeline.ranks
@@ -220,6 +220,6 @@ def _timeline(told: Mapping[str, Any], events: Mapping[tuple[int, int], list[Eve
     )
 
 
-def _timed(event: Event) -> Timed:
+def _timed(event: Event) -> Span:
     start, length = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
-    return Timed(parse(event["name"]), start / 1e9, (start + length) / 1e9)
+    return Span(parse(event["name"]), start / 1e9, (start + length) / 1e9)

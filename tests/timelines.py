@@ -12,7 +12,7 @@ from runtimes.schedule.action import RECEIVES, SENDS, Action
 from runtimes.schedule.program import channel
 from runtimes.schedule.replay import replay
 from runtimes.systems import get_system
-from runtimes.timeline import Timed, Timeline
+from runtimes.timeline import Span, Timeline
 
 __all__ = ["SECONDS", "message", "program_of", "timeline_of"]
 
@@ -31,7 +31,7 @@ def message(action: Action, plan: Plan) -> Any:
 
 def timeline_of(program: Program, seconds: Mapping[Op, float] = SECONDS, **about: Any) -> Timeline:
     plan = program.plan
-    ranks: dict[int, list[Timed]] = defaultdict(list)
+    ranks: dict[int, list[Span]] = defaultdict(list)
     sent: dict[Any, float] = {}
     for action in replay(program):
         rank = plan.rank(action.stage, action.replica)
@@ -41,7 +41,7 @@ def timeline_of(program: Program, seconds: Mapping[Op, float] = SECONDS, **about
             sent[message(action, plan)] = start
         elif action.op in RECEIVES:
             end = max(start, sent[message(action, plan)])
-        ranks[rank].append(Timed(action, start, end))
+        ranks[rank].append(Span(action, start, end))
     told = {"label": "dapple", "evidence": "simulated", "segment": "updates 0 … 2", **about}
     return Timeline(
         plan=plan,

@@ -17,22 +17,13 @@ import torch
 from torch import Tensor
 
 from runtimes.job import Augmentation
+from runtimes.model.mixing import Words, mix
 
 __all__ = ["Augmenter", "words"]
 
-Words = np.ndarray[Any, np.dtype[np.uint32]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _MASK = 0xFFFFFFFF
-
-
-def _mix(x: Words) -> Words:
-    """The finaliser of MurmurHash3 on 32-bit words: a bijection in which every bit counts."""
-    x = x ^ (x >> np.uint32(16))
-    x = x * np.uint32(0x85EBCA6B)
-    x = x ^ (x >> np.uint32(13))
-    x = x * np.uint32(0xC2B2AE35)
-    return x ^ (x >> np.uint32(16))
 
 
 def words(seed: int, epoch: int, samples: np.ndarray[Any, Any], draw: str) -> Words:
@@ -44,8 +35,8 @@ def words(seed: int, epoch: int, samples: np.ndarray[Any, Any], draw: str) -> Wo
     domain = hashlib.sha256(f"augmentation.{draw}".encode()).digest()[:4]
     key = np.array([seed & _MASK], np.uint32)
     for part in (np.uint32(epoch & _MASK), (samples & _MASK).astype(np.uint32)):
-        key = _mix(key) ^ part
-    return _mix(_mix(key) ^ np.frombuffer(domain, "<u4").astype(np.uint32))
+        key = mix(key) ^ part
+    return mix(mix(key) ^ np.frombuffer(domain, "<u4").astype(np.uint32))
 
 
 def _below(word: Words, bound: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -14,7 +14,7 @@ from runtimes.execution.trace import Trace
 from runtimes.plan import Plan
 from runtimes.schedule.action import Action
 from runtimes.schedule.batches import Batches
-from runtimes.timeline import Cut, Timed, Timeline, batch_of
+from runtimes.timeline import Cut, Span, Timeline, batch_of
 
 __all__ = ["MOST_ACTIONS", "RankTimes", "collect", "joined", "rank_times", "whole_batches"]
 
@@ -93,7 +93,7 @@ def rank_times(trace: Trace, plan: Plan, batches: Batches, held: int) -> RankTim
 
 def joined(
     times: Sequence[RankTimes], clock_offsets: Sequence[int]
-) -> tuple[tuple[tuple[Timed, ...], ...], float | None]:
+) -> tuple[tuple[tuple[Span, ...], ...], float | None]:
     """All ranks' actions on one clock, which begins with the first rank that did; and when the
     first action that is left out began.
 
@@ -107,7 +107,7 @@ def joined(
 
     ranks = tuple(
         tuple(
-            Timed(action, seconds(start, offset), seconds(end, offset))
+            Span(action, seconds(start, offset), seconds(end, offset))
             for action, start, end in rank.actions
         )
         for rank, offset in pairs

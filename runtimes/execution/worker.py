@@ -15,6 +15,7 @@ from runtimes.execution.criterion import cross_entropy_sum
 from runtimes.execution.engine import Accuracy, Feed, SegmentReport
 from runtimes.execution.flight import Flight
 from runtimes.execution.precision import autocast, dtype_of, synchronize
+from runtimes.execution.tally import Tally
 from runtimes.execution.trace import Trace
 from runtimes.execution.transport import Endpoint
 from runtimes.job import Job, Task
@@ -88,9 +89,7 @@ class Worker:
         self.trace = Trace(busy_ns=self.module.busy_ns)
         #: By update and pipeline.
         self.losses: dict[tuple[int, int], Tensor] = {}
-        self.correct = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.evaluated = 0
+        self.tally = Tally(self.device)
         self.peak_in_flight = 0
         #: By pipeline and unit.
         self.flights: dict[tuple[int, int], Flight] = {}
@@ -131,9 +130,8 @@ class Worker:
             self.copies.start(program, first_step)
         else:
             self._evaluated = self.copies.evaluated(mean=mean)
-        self.losses, self.evaluated, self.peak_in_flight = {}, 0, 0
-        self.correct.zero_()
-        self.loss_sum.zero_()
+        self.losses, self.peak_in_flight = {}, 0
+        self.tally.clear()
         self._done: set[Action] = set()
         self._joining = Joining(program, self.rank)
         self._awaited = {edge for edges in program.after.values() for edge in edges}
@@ -283,11 +281,7 @@ class Worker:
         with torch.no_grad():
             flight.output = self._run(flight, x)
         if self.is_last:
-            labels = self.active_feed.labels(flight.samples)
-            logits = flight.output
-            self.correct += (logits.argmax(1) == labels).sum()
-            self.loss_sum += cross_entropy_sum(logits, labels, 0.0).to(torch.float64)
-            self.evaluated += len(flight.samples)
+            self.tally.add(flight.output, self.active_feed.labels(flight.samples))
             # Without a backward a unit is over here, or with its last send.
             del self.flights[action.pipeline, action.unit]
 
@@ -375,7 +369,7 @@ class Worker:
 
     def accuracy(self) -> Accuracy:
         """Of the evaluation just run, this rank's share."""
-        return Accuracy(int(self.correct), float(self.loss_sum), self.evaluated)
+        return self.tally.accuracy()
 
     def report(self, wall_s: float, times: Mapping[str, float] | None = None) -> SegmentReport:
         """Of the training just done; ``times``: the parts of its wall time."""

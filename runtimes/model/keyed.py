@@ -20,35 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from runtimes.model.mixing import Words, mix, mix_
+
 __all__ = ["KeyedDropPath", "KeyedDropout", "RandomKey"]
 
 _RAMP = 0x9E3779B1
-_FIRST, _SECOND = 0x85EBCA6B, 0xC2B2AE35
 _MODULUS = 1 << 32
-
-Words = np.ndarray[Any, np.dtype[np.uint32]]
-
-
-def _mix(x: Words) -> Words:
-    """The finaliser of MurmurHash3, a bijection of 32-bit words; arrays only (scalars warn)."""
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(_FIRST)
-    x = (x ^ (x >> np.uint32(13))) * np.uint32(_SECOND)
-    return x ^ (x >> np.uint32(16))
-
-
-def _signed(word: int) -> int:
-    """The int32 of the same 32 bits: torch has no full arithmetic on uint32."""
-    return word - _MODULUS if word >= _MODULUS // 2 else word
-
-
-def _mix_(x: Tensor) -> Tensor:
-    """:func:`_mix` in place on an int32 tensor, whose products wrap like unsigned ones."""
-    for shift, factor in ((16, _FIRST), (13, _SECOND), (16, None)):
-        # The shift of a signed tensor drags the sign bit along; the mask removes the copies.
-        x ^= (x >> shift).bitwise_and_((1 << (32 - shift)) - 1)
-        if factor is not None:
-            x *= _signed(factor)
-    return x
 
 
 class RandomKey:
@@ -114,10 +91,10 @@ class RandomKey:
                 "stage.random.set(step, samples) before the forward, or stage.eval()"
             )
         words = np.array([self.seed % _MODULUS, self.step % _MODULUS], dtype=np.uint32)
-        update = _mix(_mix(words[:1]) ^ words[1:])
-        samples = _mix(update ^ self.samples.astype(np.uint32))
+        update = mix(mix(words[:1]) ^ words[1:])
+        samples = mix(update ^ self.samples.astype(np.uint32))
         layers = np.array(self._layers, dtype=np.uint32)
-        return _mix(samples[None, :] ^ layers[:, None])
+        return mix(samples[None, :] ^ layers[:, None])
 
 
 class _Keyed(nn.Module):
@@ -149,7 +126,7 @@ class _Keyed(nn.Module):
                 f"{self.name}: a tensor of shape {tuple(x.shape)} came in, but the key was set "
                 f"for {keys.shape[0]} samples: the first dimension must be the sample"
             )
-        words = _mix_(self.random.ramp(elements, x.device) ^ keys[:, None])
+        words = mix_(self.random.ramp(elements, x.device) ^ keys[:, None])
         if self.probability == 1:
             return torch.ones_like(words, dtype=torch.bool)
         # Flipping the sign bit of both sides turns the unsigned comparison into the signed one.

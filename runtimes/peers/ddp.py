@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from runtimes.execution.criterion import cross_entropy_sum
 from runtimes.execution.engine import Accuracy, Feed, Segment, SegmentReport
 from runtimes.execution.precision import autocast, synchronize
+from runtimes.execution.tally import Tally
 from runtimes.job import Job, Task
 from runtimes.model.stack import LayerStack
 from runtimes.peers.stage_copy import StageCopy, Stopwatch
@@ -94,9 +95,7 @@ class DdpEngine:
     def evaluate(self, feed: Feed, samples: int, batch_size: int) -> Accuracy:
         """Top-1 of this replica's part of each batch; ``loss_sum`` is without smoothing."""
         stage, device = self._copy.stage.eval(), self._copy.device
-        correct = torch.zeros((), dtype=torch.int64, device=device)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        counted = 0
+        tally = Tally(device)
         for first in range(0, samples, batch_size):
             size = min(batch_size, samples - first)
             low, high = share(size, self._replicas, self._rank)
@@ -105,11 +104,8 @@ class DdpEngine:
             indices = np.arange(first + low, first + high)
             with autocast(self._job.precision, device):
                 logits = stage(feed.images(indices, 0))
-            labels = feed.labels(indices)
-            correct += (logits.argmax(1) == labels).sum()
-            loss_sum += cross_entropy_sum(logits, labels)
-            counted += len(indices)
-        return Accuracy(int(correct), float(loss_sum), counted)
+            tally.add(logits, feed.labels(indices))
+        return tally.accuracy()
 
     def state(self) -> Mapping[str, Any]:
         """Of replica 0, which speaks for all; references to the live tensors."""

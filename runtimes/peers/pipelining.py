@@ -17,6 +17,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from runtimes.execution.criterion import cross_entropy_sum
 from runtimes.execution.engine import Accuracy, Feed, Segment, SegmentReport
 from runtimes.execution.precision import autocast, synchronize
+from runtimes.execution.tally import Tally
 from runtimes.job import Job, Precision, Task
 from runtimes.model.stack import LayerStack
 from runtimes.model.stage import Stage
@@ -195,19 +196,15 @@ class PipeliningEngine:
     def evaluate(self, feed: Feed, samples: int, batch_size: int) -> Accuracy:
         """Top-1, pipelined, counted on the last stage; ``loss_sum`` is without smoothing."""
         self._module.eval()
-        correct = torch.zeros((), dtype=torch.int64, device=self._copy.device)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self._copy.device)
+        tally = Tally(self._copy.device)
         for first in range(0, samples, batch_size):
             indices = np.arange(first, min(first + batch_size, samples))
             schedule = self._schedule(len(indices), training=False)
             self._begin(0, indices, equal_micro_batches(len(indices), self._plan.micro_batches))
             logits = schedule.step(*((feed.images(indices, 0),) if self._is_first else ()))
             if self._is_last:
-                labels = feed.labels(indices)
-                correct += (logits.argmax(1) == labels).sum()
-                loss_sum += cross_entropy_sum(logits, labels)
-        counted = samples if self._is_last else 0
-        return Accuracy(int(correct), float(loss_sum), counted)
+                tally.add(logits, feed.labels(indices))
+        return tally.accuracy()
 
     def state(self) -> Mapping[str, Any]:
         """Of this stage: references to the live tensors."""

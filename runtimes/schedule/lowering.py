@@ -6,9 +6,9 @@ of millions of actions costs only what walks it, and its first actions are gener
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache, partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Generic, TypeVar
 
 from runtimes.plan import Plan, share, split
@@ -87,13 +87,17 @@ class _Generated(Generic[Item]):
         self._coming = islice(source(), _KEPT)
 
     def walk(self) -> Iterator[Item]:
+        # Chained, items are handed on without a call in Python for each.
+        return chain.from_iterable(self._chunks())
+
+    def _chunks(self) -> Iterator[Iterable[Item]]:
         position = 0
         # Another walk may have brought more in the meantime.
         while chunk := self._kept[position : position + _CHUNK] or self._more():
-            yield from chunk
+            yield chunk
             position += len(chunk)
         if position == _KEPT:
-            yield from islice(self._source(), _KEPT, None)
+            yield islice(self._source(), _KEPT, None)
 
     def _more(self) -> list[Item]:
         chunk = list(islice(self._coming, _CHUNK))
@@ -174,6 +178,10 @@ class _Lowering:
         return self._overlaps(size, mine, replica, theirs)
 
     def actions(self, pipeline: int, stage: int, replica: int) -> Iterator[Action]:
+        return chain.from_iterable(self._by_step(pipeline, stage, replica))
+
+    def _by_step(self, pipeline: int, stage: int, replica: int) -> Iterator[Sequence[Action]]:
+        """The actions that each step of the replica's order becomes."""
         place = pipeline, stage, replica
         before = _Neighbour(self, place, stage - 1, Op.SEND_GRAD, Op.RECV_ACT, Op.F)
         behind = _Neighbour(self, place, stage + 1, Op.SEND_ACT, Op.RECV_GRAD, Op.B)
@@ -181,54 +189,51 @@ class _Lowering:
         alone = self.plan.stages[stage].replicas == 1
         steps = self.computed(pipeline, stage, replica)
         step = next(steps, None)
-        held: list[Action] = []
+        held: Sequence[Action] = ()
         while step is not None:
             following = next(steps, None)
             op, unit, version = step
+            act = _new(Action, (pipeline, stage, replica, op, unit, None, version, None, None))
             if op is Op.F:
-                yield from before.receives(step)
-                yield _act(pipeline, stage, replica, op, unit, version)
-                yield from behind.sends(step)
+                yield [*before.receives(step), act, *behind.sends(step)]
             elif op is Op.B:
                 if recompute:
-                    yield _act(pipeline, stage, replica, Op.R, unit, version)
-                yield from behind.receives(step)
-                if following is not None and following.op is Op.REDUCE:
-                    sends = before.sends(step)
+                    yield [act._replace(op=Op.R)]
+                sends = before.sends(step)
+                if following is None or following.op is not Op.REDUCE:
+                    yield [*behind.receives(step), act, *sends]
+                else:
+                    yield behind.receives(step)
                     if self.rendezvous:
                         held, sends = sends, []
                     if alone:
-                        yield _act(pipeline, stage, replica, op, unit, version)
-                        yield from sends
+                        yield [act, *sends]
                     else:
-                        yield from self.last_backward(place, step, following, sends)
+                        yield self.last_backward(place, act, following, sends)
                     following = next(steps, None)
-                else:
-                    yield _act(pipeline, stage, replica, op, unit, version)
-                    yield from before.sends(step)
             elif op is Op.REDUCE:
-                yield from self.reductions(place, step)
+                yield self.reductions(place, step)
+            elif op is Op.STEP:
+                yield [act, *held]
+                held = ()
             else:
-                yield _act(pipeline, stage, replica, op, unit, version)
-                if op is Op.STEP:
-                    yield from held
-                    held = []
+                yield [act]
             step = following
 
     def last_backward(
         self,
         place: tuple[int, int, int],
-        backward: Compute,
+        backward: Action,
         reduce: Compute,
-        sends: list[Action],
-    ) -> list[Action]:
+        sends: Sequence[Action],
+    ) -> Sequence[Action]:
         """The backward that completes an update's gradients, with their reduction."""
-        stage, (_, unit, version) = self.plan.stages[place[1]], backward
-        if self.blocking or not stage.cuts:
-            return [_act(*place, Op.B, unit, version), *sends, *self.reductions(place, reduce)]
-        actions, reductions = list[Action](), self.reductions(place, reduce)
+        reductions = self.reductions(place, reduce)
+        if self.blocking or not self.plan.stages[place[1]].cuts:
+            return [backward, *sends, *reductions]
+        actions = list[Action]()
         for part, reduction in enumerate(reductions):
-            actions.append(Action(*place, Op.B, unit, part, version))
+            actions.append(backward._replace(part=part))
             if part == len(reductions) - 1:
                 actions += sends
             actions.append(reduction)
@@ -247,10 +252,6 @@ class _Lowering:
 
 #: NamedTuple's own constructor, which sorts its arguments out first, takes twice as long.
 _new = tuple.__new__
-
-
-def _act(pipeline: int, stage: int, replica: int, op: Op, unit: int, version: int | None) -> Action:
-    return _new(Action, (pipeline, stage, replica, op, unit, None, version, None, None))
 
 
 class _Neighbour:

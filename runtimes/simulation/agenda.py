@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
@@ -24,8 +25,17 @@ class Agenda:
         heappush(self._planned, (time, next(self._numbers), happen, subject))
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
-        planned = self._planned
-        while planned:
-            time, _, happen, subject = heappop(planned)
-            happen(subject, time)
+        """Until nothing is left to happen.
+
+        Millions of objects come and go meanwhile, none of them in cycles: Python's search for such
+        would take up to a tenth of the time and find nothing.
+        """
+        planned, collecting = self._planned, gc.isenabled()
+        gc.disable()
+        try:
+            while planned:
+                time, _, happen, subject = heappop(planned)
+                happen(subject, time)
+        finally:
+            if collecting:
+                gc.enable()

@@ -185,7 +185,7 @@ def test_a_benchmark_trains_whole_batches() -> None:
     with pytest.raises(UserError, match=r"no multiple of dp's batch_size 48: set data.sizes"):
         tasks_of(config, layers_of(config))
     config = load("smoke/throughput", ["bench.contenders.0.batch_size=128"])
-    with pytest.raises(UserError, match=r"no multiple of dp's batch_size 128"):
+    with pytest.raises(UserError, match=r"no whole number of batches of 128"):
         tasks_of(config, layers_of(config))
 
 

@@ -194,3 +194,21 @@ def test_an_interrupted_profile_exits_with_3(
 
     monkeypatch.setattr(profiling, "launch", stopped)
     assert pipebench(*TINY).code == 3
+
+
+def test_batch_norm_is_profiled_per_unit_of_two_or_more(pipebench: Any, tmp_path: Path) -> None:
+    words = ["resnet18", "--image-size", "32", *A100]
+    for given, said in (
+        ([], 'batch_norm = "per-unit"'),
+        (["--batch-norm", "per-batch"], "is none of per-unit"),
+        (["--batch-norm", "per-unit"], "layer4.0.bn1 sees 1 value a channel"),
+        (["--batch-norm", "per-unit", "--in-chans", "1"], "takes images of 3 channels, not 1"),
+    ):
+        answer = pipebench(*words, *given)
+        assert answer.code == 2
+        assert said in answer.err
+        assert answer.err.count("\n") == 1
+    answer = pipebench(*words, "--batch-norm", "per-unit", "--batch-sizes", "2")
+    assert answer.code == 0
+    found = Profile.load(tmp_path / "profile.json")
+    assert (found.model.batch_norm, found.image) == ("per-unit", (3, 32, 32))

@@ -10,21 +10,22 @@ from typing import Any
 
 import pytest
 
+from experiments import simulation
 from experiments.errors import UserError
 from experiments.identity import run_id
 from experiments.loading import config_names, load
+from experiments.profiles import load_profile
 from experiments.resolve import image_of, layers_of
-from experiments.simulation import (
-    Request,
-    simulation_document,
-    simulation_rows,
-    simulation_timelines,
-)
+from experiments.simulation import Request, simulated, simulation_rows
 from runtimes.job import ModelSpec
 from runtimes.planning.profile import LayerProfile, Profile, Spread
 from runtimes.tracing import read_trace, write_trace
 
 CONFIG = "peers/schedules-m4"
+
+
+def simulation_document(request: Request) -> dict[str, Any]:
+    return simulated(request).document
 
 
 def uniform(path: Path, sizes: Sequence[int] = (1, 64), **changes: Any) -> str:
@@ -179,10 +180,26 @@ def test_an_emulated_config_brings_its_own_profile_and_links() -> None:
         }
 
 
+def test_a_profile_is_made_once_for_rows_and_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def counted(name: str) -> Profile:
+        read.append(name)
+        return load_profile(name)
+
+    monkeypatch.setattr(simulation, "load_profile", counted)
+    profile = uniform(tmp_path / "p.json")
+    simulated(Request(CONFIG, (), cluster(tmp_path / "c.toml"), profile), traced=True)
+    assert read == [profile]
+
+
 def test_the_trace_is_of_the_segment_that_a_benchmark_times(tmp_path: Path) -> None:
     request = Request(CONFIG, (), cluster(tmp_path / "c.toml"), uniform(tmp_path / "p.json"))
-    rows = {row["label"]: row for row in simulation_document(request)["rows"]}
-    timelines = simulation_timelines(request)
+    found = simulated(request, traced=True)
+    rows = {row["label"]: row for row in found.document["rows"]}
+    timelines = found.timelines
     assert [timeline.label for timeline in timelines] == list(rows)
     for timeline in timelines:
         row = rows[timeline.label]

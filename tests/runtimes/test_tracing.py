@@ -20,7 +20,7 @@ from runtimes import tracing
 from runtimes.plan import Plan
 from runtimes.schedule import Batches, Op, parse
 from runtimes.schedule.action import RECEIVES, SENDS
-from runtimes.timeline import Cut, Timed, Timeline
+from runtimes.timeline import Cut, Span, Timeline
 from runtimes.tracing import read_trace, trace_document, traced, write_trace
 from tests.timelines import message, program_of, timeline_of
 
@@ -160,7 +160,7 @@ def test_nanoseconds_survive_exactly(times: list[int]) -> None:
     plan, batches = Plan.even(1, 1), Batches((1,) * 8)
     ordered = sorted(times)
     items = tuple(
-        Timed(parse(f"p0.s0.r0.F{unit}"), start / 1e9, end / 1e9)
+        Span(parse(f"p0.s0.r0.F{unit}"), start / 1e9, end / 1e9)
         for unit, (start, end) in enumerate(pairwise(ordered))
     )
     timeline = Timeline("dp", "measured", plan, batches, (items,), "round 0")

@@ -148,7 +148,7 @@ ORIGINAL_SET, ORIGINAL_REGISTER = RandomKey.set, RandomKey.register
         ),
         (
             keyed,
-            "_mix_",
+            "mix_",
             mix_with_signed_shifts,
             lambda: test_masks_are_those_of_the_equations(0.5, 0),
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -267,3 +268,18 @@ def test_a_message_without_bytes_overtakes_none_that_queues() -> None:
 
 def _nothing(rank: int, seconds: float, now: float) -> None:
     """No time is stolen."""
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_garbage_is_collected_after_a_simulation_as_before_it(collecting: bool) -> None:
+    """Of one that ends, and of one that cannot begin to: a cost that is no time."""
+    before = gc.isenabled()
+    try:
+        (gc.enable if collecting else gc.disable)()
+        forwards(single_node(2, Link(4.0, 0.5)), (1.0, 2.0), size=4.0)
+        assert gc.isenabled() == collecting
+        with pytest.raises(ValueError, match="seconds"):
+            forwards(single_node(2, Link(4.0, 0.5)), (1.0, -2.0), size=4.0)
+        assert gc.isenabled() == collecting
+    finally:
+        (gc.enable if before else gc.disable)()
