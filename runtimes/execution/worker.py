@@ -21,6 +21,7 @@ from runtimes.execution.transport import Endpoint
 from runtimes.job import Job, Task
 from runtimes.model.stack import LayerStack
 from runtimes.schedule.action import COMPUTE, RECEIVES, Action, Op
+from runtimes.schedule.choice import in_turn
 from runtimes.schedule.joining import Joining
 from runtimes.schedule.program import Program
 from runtimes.system import System
@@ -155,8 +156,8 @@ class Worker:
         self._since = since
 
     def advance(self) -> bool:
-        """Perform the first action that is ready, by order of streams; False if none is."""
-        for head in self._heads:
+        """Perform the most urgent action that is ready; False if none is."""
+        for head in in_turn(self._heads, self.program.batches):
             action = head.action
             if action is not None and self._ready(action):
                 self._act(action)

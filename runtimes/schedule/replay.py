@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from runtimes.schedule.action import RECEIVES, SENDS, Action, Op
+from runtimes.schedule.choice import urgency
 from runtimes.schedule.joining import Joining
 from runtimes.schedule.program import Program, channel
 
@@ -13,7 +14,7 @@ __all__ = ["replay"]
 
 
 def replay(program: Program) -> Iterator[Action]:
-    """Rank after rank, each as far as it gets; of a rank's streams the first that can go on.
+    """Rank after rank, each as far as it gets; of a rank's streams the most urgent that can go on.
 
     The rule of ``runtimes.execution.inprocess``.  The program must be valid.
     """
@@ -53,17 +54,23 @@ def replay(program: Program) -> Iterator[Action]:
         joining[rank].made(action)
         done.update({action} & awaited)
 
+    def chosen(rank: int, mine: list[Action | None]) -> int | None:
+        """The stream that goes on, if one can."""
+        coming = [(urgency(action, program.batches), n) for n, action in enumerate(mine) if action]
+        for _, place in sorted(coming):
+            action = mine[place]
+            if action is not None and ready(rank, action):
+                return place
+        return None
+
     moved = True
     while moved:
         moved = False
         for rank, mine in enumerate(heads):
-            place = 0
-            while place < len(mine):
+            while (place := chosen(rank, mine)) is not None:
                 action = mine[place]
-                if action is None or not ready(rank, action):
-                    place += 1
-                    continue
+                assert action is not None
                 perform(rank, action)
                 yield action
                 mine[place] = next(streams[rank][place], None)
-                moved, place = True, 0
+                moved = True

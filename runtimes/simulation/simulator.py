@@ -1,6 +1,6 @@
 """A program executed on a cluster without hardware: discrete events in the order of time.
 
-A rank does what ``runtimes.execution.worker`` does: of its streams the first that can go on does,
+A rank does what ``runtimes.execution.worker`` does: of its streams the most urgent that can go on does,
 one action at a time.
 
 F, B, R, STEP  take the device for their cost.
@@ -32,6 +32,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from runtimes.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Op
+from runtimes.schedule.choice import in_turn
 from runtimes.schedule.joining import Joining
 from runtimes.schedule.posting import posting
 from runtimes.schedule.program import Channel, Program, channel
@@ -168,7 +169,7 @@ class _Simulator:
     def _go_on(self, rank: Rank, now: float) -> None:
         """The rank is free: it performs what is ready until it is busy, blocked, or has to wait."""
         while True:
-            for head in rank.heads:
+            for head in in_turn(rank.heads, self.program.batches):
                 action = head.action
                 if action is not None and (head.at_once or self._ready(rank, head, action, now)):
                     break
