@@ -51,7 +51,7 @@ class Records:
     ``launch`` who its rounds may be paired with, ``began`` Unix time, ``config`` a dict.
     ``rounds``: a row a timed round: ``samples`` trained in ``wall_s`` seconds of the slowest rank;
     ``compute_bound_s`` is the schedule's own lower bound, from slices measured in this round, and
-    ``reference_s`` what a fixed piece of work took just before it.
+    ``reference_s`` what a fixed piece of work took just before and after.
     ``ranks``: a row a rank of a benchmark: seconds, averaged over rounds: "wall" and
     :data:`PARTS`, NaN where they are not known of the system.
     ``steps``: a row an update of ``samples`` images; ``loss`` is the mean over the global batch.

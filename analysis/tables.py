@@ -7,7 +7,16 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import accuracy, link_rates, predictions, simulations, sweeps, throughput, unflushed
+from analysis import (
+    accuracy,
+    link_rates,
+    pipelines,
+    predictions,
+    simulations,
+    sweeps,
+    throughput,
+    unflushed,
+)
 from analysis.layout import Table, document, markdown
 from analysis.records import load_records
 
@@ -62,4 +71,5 @@ def _tables(results_dir: Path) -> tuple[Table, ...]:
         *simulations.tables(results_dir),
         *predictions.tables(records, results_dir),
         *link_rates.tables(records, results_dir),
+        *pipelines.tables(records, results_dir),
     )

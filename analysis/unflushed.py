@@ -15,7 +15,7 @@ from analysis.rounds import ends, per_round, ratio_of, triple
 from analysis.statistics import PerRound
 from analysis.throughput import AGAIN, compare
 
-__all__ = ["tables"]
+__all__ = ["UNFLUSHED", "tables"]
 
 UNFLUSHED = ("pipedream", "pipedream_2bw", "ashpipe")
 FLUSHED = ("torch-1f1b", "dapple")

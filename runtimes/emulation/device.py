@@ -9,9 +9,15 @@ v  the virtual time at the last wait's end     r  the real time then
 now = t − max(0, (r − v) − blocked)            t  the real time, blocked: of t − r, not on a core
 
 What a rank slept or was kept from its core in between would have hidden the overshoot; it earns no
-credit, so a rank is never ahead of what the device allows.  Only where it waits for something whose
-time is known (a message on an emulated link) is it known what was hidden: then it goes on from that
-time, or from when it began to wait, however late the message really came and woke it.
+credit, so a rank is never ahead of what the device allows.
+
+Where links are emulated too (``linked``) all that a rank waits for has a known time, and it goes on
+from that, or from when it began to wait, however late a message really came and woke it.  In
+between only what its own thread computes takes time,
+
+now = v + CPU time since
+
+so that a rank which other ranks keep from a core is late, but not slow: it catches up.
 """
 
 from __future__ import annotations
@@ -55,7 +61,10 @@ class Device:
         clock: Callable[[], int] = perf_counter_ns,
         thread_clock: Callable[[], int] = thread_time_ns,
         sleep_until: Callable[[int], None] = _sleep_until,
+        *,
+        linked: bool = False,
     ):
+        self._linked = linked
         self._clock, self._thread_clock, self._sleep_until = clock, thread_clock, sleep_until
         self._virtual = self._real = clock()
         self._thread = thread_clock()
@@ -74,13 +83,26 @@ class Device:
         late = self._real - self._virtual
         if late <= 0:
             return 0
-        blocked = real - self._real - (self._thread_clock() - self._thread)
+        blocked = real - self._real - self._since()
         return max(0, late - max(0, blocked))
+
+    def _since(self) -> int:
+        """What the thread has computed since the last wait's end."""
+        return self._thread_clock() - self._thread
 
     def now(self) -> int:
         """The virtual time."""
+        return self._virtual + self._since() if self._linked else self.met()
+
+    def met(self) -> int:
+        """The virtual time after a wait for others that is of no known time."""
         real = self._clock()
         return real - self._behind(real)
+
+    def resume(self) -> None:
+        """A program begins: whatever was before it is nothing to catch up with."""
+        real = self._clock()
+        self._settle(real, real)
 
     def busy_ns(self) -> int:
         """CPU time of the thread, and what it has waited for computations."""
@@ -88,8 +110,7 @@ class Device:
 
     def begin(self) -> None:
         """A computation begins."""
-        real = self._clock()
-        self._settle(real - self._behind(real), real)
+        self._settle(self.now(), self._clock())
 
     def spend(self, seconds: float) -> None:
         """The computation goes on for so long."""
@@ -99,7 +120,8 @@ class Device:
         """Until what was spent is over; unless it is the computation's last, a short wait is left
         to the next."""
         real = self._clock()
-        end = self._virtual + max(self._owed, real - self._real)
+        taken = self._since() if self._linked else real - self._real
+        end = self._virtual + max(self._owed, taken)
         if not last and end - real < _JOINED_NS:
             return
         if end > real:

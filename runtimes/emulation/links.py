@@ -71,6 +71,10 @@ class Delays:
     def now(self) -> int:
         return self._device.now()
 
+    def open(self) -> None:
+        """A program begins."""
+        self._device.resume()
+
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """For a message to be received into."""
         return torch.empty(
@@ -99,7 +103,7 @@ class Delays:
 
     def taken(self, due: int, action: Action, receiver: int, tensor: Tensor) -> None:
         """A send that ends when it is transferred, whose receiver took it just now: wait for it."""
-        size, now = self._message_bytes(action, tensor), self._device.now()
+        size, now = self._message_bytes(action, tensor), self._device.met()
         self._device.sleep_until(max(due, now + self._transfer(size, self._rank, receiver)), now)
 
     def due(self, message: Tensor) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -57,8 +58,9 @@ def run_benchmark(
     for number in range(spec.rounds):
         for position, index in enumerate(turns(len(engines), job.seed, number)):
             task = job.tasks[index]
-            reference = _reference(job)
+            before = _reference(job)
             wall, reports = train(index, spec.steps)
+            after = _reference(job)
             batches = job.batches(task, spec.steps)
             bound = _bound(task, rehearsals[index], number, batches) if spec.bound else None
             event = {
@@ -70,7 +72,7 @@ def run_benchmark(
                 "samples": sum(batches),
                 "wall_s": wall,
                 "compute_bound_s": bound,
-                "reference_s": reference,
+                "reference_s": None if before is None or after is None else (before + after) / 2,
                 "ranks": rank_entries(task.plan, reports),
             }
             if dist.get_rank() == 0:
@@ -80,12 +82,13 @@ def run_benchmark(
 
 
 def _reference(job: Job) -> float | None:
-    """How long fixed work takes at this moment, on the slowest rank; on an emulated device nothing
-    is computed."""
+    """How long fixed work takes at this moment, over all ranks; on an emulated device nothing is
+    computed."""
     if job.emulation is not None and job.emulation.profile is not None:
         return None
     dist.barrier()
-    return max(gather(reference_seconds(torch.device(job.device))))
+    passes = gather(reference_seconds(torch.device(job.device)))
+    return fmean(seconds for share in passes for seconds in share)
 
 
 def _trace(engines: Sequence[Engine], job: Job, done: Sequence[int], run_dir: Path) -> None:

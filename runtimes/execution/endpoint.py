@@ -106,6 +106,8 @@ class GroupEndpoint:
             self._check_several(len(streams), program)
             self._arrivals = Arrivals()
         self._program = program
+        if self.delays is not None:
+            self.delays.open()
         self._postings = {
             stream.pipeline: posting(stream, rendezvous=program.rendezvous) for stream in streams
         }

@@ -132,7 +132,7 @@ def _stack(job: Job) -> LayerStack:
         Profile.from_json(job.emulation.profile),
         job.optimizer,
         truncation=job.emulation.truncation,
-        device=Device(),
+        device=Device(linked=job.emulation.cluster is not None),
     )
 
 

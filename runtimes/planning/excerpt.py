@@ -103,7 +103,7 @@ class Excerpt:
         seed: int = 0,
     ):
         self.indices = tuple(indices)
-        short = LayerStack([stack.layers[index] for index in indices])
+        short = LayerStack([stack.layers[index] for index in indices], stack.batch_norm)
         self._precision, self._device = precision, torch.device(device)
         self._dtype = dtype_of(precision)
         self.module = short.stage(0, len(short), seed)

@@ -97,7 +97,7 @@ class Profile:
     #: What the runtime itself takes for an action, by op, in seconds.
     action_seconds: Mapping[str, float] = field(default_factory=dict)
     links: Links | None = None
-    #: What ``runtimes.planning.reference`` took between the measurements, on the slowest rank.
+    #: What a pass of ``runtimes.planning.reference`` took between the measurements, the median.
     reference_seconds: float | None = None
 
     def __post_init__(self) -> None:

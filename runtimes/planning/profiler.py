@@ -86,7 +86,7 @@ class Rounds:
         #: By batch size a unit a round; by optimizer seconds per byte of weights.
         self.units: dict[int, list[LayerSeconds]] = {size: [] for size in batch_sizes}
         self.steps: dict[str, list[float]] = {name: [] for name in self._steps}
-        #: What the reference took in each round.
+        #: What each pass of the reference took.
         self.reference: list[float] = []
 
     def run(self, *, counted: bool) -> None:
@@ -101,7 +101,7 @@ class Rounds:
                 for name, (step, least) in self._steps.items()
             }
         if counted:
-            self.reference.append(reference)
+            self.reference += reference
             for samples, unit in units.items():
                 self.units[samples].append(unit)
             for name, seconds in steps.items():
@@ -124,8 +124,7 @@ class Rounds:
         self.steps = {
             name: [s for _, steps, _ in shares for s in steps[name]] for name in self.steps
         }
-        # Ranks wait for each other, so the slowest of a round counts.
-        self.reference = list(map(max, zip(*(found for _, _, found in shares), strict=True)))
+        self.reference = [seconds for _, _, reference in shares for seconds in reference]
 
 
 def run_rounds(excerpt: Excerpt, request: ProfileRequest, say: Say) -> Rounds:

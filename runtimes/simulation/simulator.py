@@ -1,7 +1,7 @@
 """A program executed on a cluster without hardware: discrete events in the order of time.
 
-A rank does what ``runtimes.execution.worker`` does: of its streams the most urgent that can go on does,
-one action at a time.
+A rank does what ``runtimes.execution.worker`` does: of its streams the most urgent that can go on
+does, one action at a time.
 
 F, B, R, STEP  take the device for their cost.
 AVERAGE        begins as of ``runtimes.schedule.joining``.  The first of a rank takes the device for

@@ -36,5 +36,5 @@ class Clock:
         self.time += nanoseconds
 
 
-def device_at(clock: Clock, kind: type[Device] = Device) -> Device:
-    return kind(clock.now, clock.on_core, clock.sleep_until)
+def device_at(clock: Clock, kind: type[Device] = Device, *, linked: bool = False) -> Device:
+    return kind(clock.now, clock.on_core, clock.sleep_until, linked=linked)

@@ -104,7 +104,8 @@ def stack_of(job: Job, device: Device | None = None) -> EmulatedStack:
 
 def train(rank: int, world_size: int, job: Job, batches: int, *, clock: Clock | None = None) -> Run:
     """One rank trains a first batch, and then, timed, as many as asked for."""
-    device = Device() if clock is None else device_at(clock)
+    linked = job.emulation is not None and job.emulation.cluster is not None
+    device = Device(linked=linked) if clock is None else device_at(clock, linked=linked)
     stack, feed, (task,) = stack_of(job, device), Feed(job.batch_size), job.tasks
     if task.system in SYSTEMS:
         engine: Engine = DistributedEngine(job, task, stack, feed, rank)

@@ -132,13 +132,16 @@ class _Device(Device):
         if arrival(0):
             self.clock.set(_RUNS)
             return
-        self.clock.asleep()
-        arrival(0)
+        if due is None or due > self.clock.now():
+            self.clock.asleep()
+        self.clock.set(_RUNS)
+        if not arrival(0) and due is not None and due <= self.clock.now():
+            self._settle(due, self.clock.now())
 
 
 def device_at(clock: SharedClock) -> Device:
     _Device.clock = clock
-    return _Device(clock.now, lambda: 0, clock.sleep_until)
+    return _Device(clock.now, lambda: 0, clock.sleep_until, linked=True)
 
 
 def shared_by(clock: SharedClock) -> None:

@@ -170,6 +170,52 @@ def test_a_rank_does_not_go_on_before_it_began_to_wait() -> None:
     assert device.now() == since
 
 
+class Jostled(Device):
+    """Takes what other ranks kept it from its core for time of its own."""
+
+    def now(self) -> int:
+        return self.met()
+
+
+@pytest.mark.parametrize("kind", [Device, Jostled])
+def test_with_links_only_own_work_takes_time_between_waits(kind: type[Device]) -> None:
+    clock = Clock(LATE)
+    device = device_at(clock, kind, linked=True)
+    device.resume()
+    begin = clock.time
+    for _ in range(20):
+        computes(device, 1e-3)
+        clock.work(40 * US)
+        clock.block(300 * US)
+    took = clock.time - begin - 20 * (MS + 40 * US) - LATE - 300 * US
+    assert (took <= 0) == (kind is Device)
+
+
+def test_with_links_a_core_that_others_use_makes_no_layer_longer() -> None:
+    clock = Clock()
+    device = device_at(clock, linked=True)
+    device.resume()
+    begin = clock.time
+    for _ in range(10):
+        device.begin()
+        clock.work(30 * US)
+        clock.block(2 * MS)
+        device.spend(1e-3)
+        device.wait()
+        computes(device, 9e-3)
+    assert clock.time - begin == 100 * MS
+
+
+def test_a_program_that_begins_has_nothing_to_catch_up_with() -> None:
+    clock = Clock()
+    device = device_at(clock, linked=True)
+    clock.block(50 * MS)
+    device.resume()
+    begin = clock.time
+    computes(device, 1e-3)
+    assert clock.time - begin == MS
+
+
 def test_copies_of_a_layer_share_their_device() -> None:
     device = device_at(Clock())
     assert copy.deepcopy({"device": device})["device"] is device

@@ -326,3 +326,13 @@ def test_the_profile_of_a_small_vit(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert "round 1 of 1" in said
     assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+
+
+def test_layers_with_batch_norm_are_measured_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    normed = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Flatten())
+    stack = LayerStack.from_module(nn.Sequential(normed, nn.Linear(8, CLASSES)), "per-unit")
+    excerpt = Excerpt(stack, [(1, 2, 2), (8,), (CLASSES,)], (0, 1))
+    unit = excerpt.unit(excerpt.inputs(3))
+    assert [len(unit.forward), len(unit.backward)] == [2, 2]
+    assert min(*unit.forward, *unit.backward) > 0
