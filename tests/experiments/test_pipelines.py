@@ -16,9 +16,9 @@ from experiments.loading import load
 from experiments.memory import memory_needed
 from experiments.preflight import missing_hardware
 from experiments.resolve import layers_of, tasks_of, warnings_of
-from experiments.simulation import Request, simulation_document
+from experiments.simulation import Request
 from tests.experiments.test_cli import pipebench
-from tests.experiments.test_simulation import CONFIG, cluster, uniform
+from tests.experiments.test_simulation import CONFIG, cluster, simulation_document, uniform
 
 __all__ = ["pipebench"]
 
