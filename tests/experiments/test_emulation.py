@@ -216,7 +216,9 @@ def test_ranks_read_one_pixel_an_image(tmp_path: Path) -> None:
     config = load(NAME, settings)
     prepare(config)
     data = _data(config, tmp_path / "data")
-    assert (Path(data.train) / "images.npy").stat().st_size < 512 + 200
+    images = config.data.sizes.train
+    assert images is not None
+    assert (Path(data.train) / "images.npy").stat().st_size < images + 200
 
 
 def test_a_run_that_has_not_ended_is_of_its_class_too(tmp_path: Path) -> None:
