@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from runtimes.avgpipe import AvgPipe
-from runtimes.execution import inprocess
+from runtimes.execution import inprocess, worker
 from runtimes.execution.engine import Accuracy, Segment, SegmentReport
 from runtimes.execution.inprocess import InProcess
 from runtimes.execution.worker import Worker
@@ -190,7 +190,8 @@ def copies_of(case: Tied, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 @contextmanager
 def _walked(run: Callable[[Sequence[Worker]], None]) -> Iterator[None]:
-    """``run`` moves in-process workers as far as they get, in another order than usually."""
+    """``run`` moves in-process workers as far as they get, in another order than usually: of a
+    rank's streams the first in its list, and not the most urgent, goes on."""
     run_program = inprocess.run_program
 
     def both(workers: Sequence[Worker]) -> None:
@@ -199,6 +200,7 @@ def _walked(run: Callable[[Sequence[Worker]], None]) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inprocess, "run_program", both)
+        patch.setattr(worker, "in_turn", lambda heads, batches: heads)
         yield
 
 
@@ -213,10 +215,10 @@ def at_random(seed: int) -> AbstractContextManager[None]:
         while moved:
             if dice.random() < 0.1:
                 dice.shuffle(following)
-            for worker in following:
+            for one in following:
                 if dice.random() < 0.05:
-                    dice.shuffle(worker._heads)
-            moved = any(worker.advance() for worker in following)
+                    dice.shuffle(one._heads)
+            moved = any(one.advance() for one in following)
 
     return _walked(run)
 
@@ -225,9 +227,9 @@ def last_first() -> AbstractContextManager[None]:
     """The last pipeline goes on wherever it can, and the last stage."""
 
     def run(workers: Sequence[Worker]) -> None:
-        for worker in workers:
-            worker._heads.reverse()
-        while any(worker.advance() for worker in reversed(workers)):
+        for one in workers:
+            one._heads.reverse()
+        while any(one.advance() for one in reversed(workers)):
             pass
 
     return _walked(run)

@@ -226,8 +226,10 @@ def counts_recomputation(repeated: Original, self: Stage) -> Any:
     return nullcontext()
 
 
-def evaluates_in_training_mode(start: Original, self: Worker, program: Any, *rest: Any) -> None:
-    start(self, program, *rest)
+def evaluates_in_training_mode(
+    start: Original, self: Worker, program: Any, *rest: Any, **more: Any
+) -> None:
+    start(self, program, *rest, **more)
     self.module.train()
 
 
@@ -288,7 +290,7 @@ def test_an_evaluation_that_updates_would_show(monkeypatch: pytest.MonkeyPatch) 
     engine.train(Segment(0, SIZES))
     running = reference(case).ends[0].running
     start = Worker.start
-    monkeypatch.setattr(Worker, "start", lambda *args: evaluates_in_training_mode(start, *args))
+    monkeypatch.setattr(Worker, "start", lambda *a, **k: evaluates_in_training_mode(start, *a, **k))
     engine.evaluate(validation, 37, 8)
     weights = engine.state()["weights"]
     assert differences({name: weights[name] for name in running}, running, 1e-10)
