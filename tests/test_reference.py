@@ -160,3 +160,14 @@ def test_the_readmes_ratios_at_eight_devices_are_those_of_the_simulation() -> No
             )
         ]
         assert [published, ours] == [f"{ratio:.2f}" for ratio in ratios]
+
+
+@pytest.mark.parametrize(
+    "heading", ["Predicted against found\n", "Predicted against found, by class\n", "Link rates: "]
+)
+def test_the_page_of_predictions_holds_the_tables_of_the_records(tables: str, heading: str) -> None:
+    page = (ROOT / "docs" / "predictions.md").read_text()
+    (section,) = (part for part in tables.split("### ") if part.startswith(heading))
+    grid = [line for line in section.splitlines() if line.startswith("|")]
+    assert len(grid) > 2
+    assert "\n".join(grid) in page
