@@ -18,7 +18,7 @@ from analysis.evidence import Evidence, Quantity, ratio
 from analysis.layout import ABSENT, Table, View, fixed, with_interval
 from analysis.records import Records
 from analysis.rounds import per_round, ratio_of
-from analysis.simulations import load_studies
+from analysis.simulations import simulated_by_run
 
 __all__ = ["crossing", "link_rates", "tables"]
 
@@ -35,7 +35,7 @@ def link_rates(records: Records, results_dir: Path) -> pd.DataFrame:
     """A row for each pair of contenders, of systems that the config's paper compares, of each
     benchmark on a cluster: ``ratio`` of images/s with its interval, ``simulated`` of the same."""
     runs = records.runs[(records.runs["kind"] == "bench") & (records.runs["status"] == "ok")]
-    known = _simulated(results_dir)
+    known = simulated_by_run(results_dir)
     rows = [
         row
         for launch, field in runs.groupby("launch", sort=False)
@@ -73,17 +73,6 @@ def _rows(
             **_beside(*simulated),
             "paper_ratio": paper["ratio"],
         }
-
-
-def _simulated(results_dir: Path) -> dict[tuple[str, str], Any]:
-    """Simulated rows by run and label."""
-    rows = [
-        row
-        for study in load_studies(results_dir)
-        for row in study.rows.to_dict("records")
-        if row["status"] == "ok" and row["bandwidth_share"] == 1
-    ]
-    return {(row["run"], row["label"]): row for row in rows}
 
 
 def _beside(one: Any, other: Any) -> dict[str, float]:

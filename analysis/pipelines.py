@@ -17,7 +17,7 @@ import pandas as pd
 from analysis.layout import Table, View, fixed, with_interval
 from analysis.records import Records
 from analysis.rounds import ends, per_round, ratio_of, triple
-from analysis.simulations import load_studies
+from analysis.simulations import simulated_by_run
 from analysis.unflushed import UNFLUSHED
 
 __all__ = ["parallel_pipelines", "tables"]
@@ -34,12 +34,8 @@ CAPTION = (
 def parallel_pipelines(records: Records, results_dir: Path) -> pd.DataFrame:
     """A row for each contender of AvgPipe in a benchmark; NaN where a partner did not run."""
     runs = records.runs[(records.runs["kind"] == "bench") & (records.runs["status"] == "ok")]
-    predicted = {
-        (row["run"], row["label"]): row["segment_seconds"]
-        for study in load_studies(results_dir)
-        for row in study.rows.to_dict("records")
-        if row["status"] == "ok" and row["bandwidth_share"] == 1
-    }
+    simulated = simulated_by_run(results_dir)
+    predicted = {run: row["segment_seconds"] for run, row in simulated.items()}
     rows = [
         row
         for _, field in runs.groupby(["source", "launch"], sort=False)

@@ -16,7 +16,7 @@ import pandas as pd
 
 from analysis.layout import Table, View, fixed, percent
 from analysis.records import Records
-from analysis.simulations import load_studies
+from analysis.simulations import simulated_runs
 from analysis.statistics import interval
 
 __all__ = ["LIMITS", "predictions", "tables"]
@@ -35,11 +35,10 @@ CAPTION = (
 
 def predictions(records: Records, results_dir: Path) -> pd.DataFrame:
     """A row for each simulated contender that has also run, at the links' whole bandwidth."""
-    studies = [study.rows.assign(written=study.t) for study in load_studies(results_dir)]
-    if not studies:
+    simulated = simulated_runs(results_dir)
+    if simulated.empty:
         return pd.DataFrame()
-    simulated = pd.concat(studies).drop(columns=["source", "evidence"])
-    simulated = simulated[(simulated["status"] == "ok") & (simulated["bandwidth_share"] == 1)]
+    simulated = simulated.drop(columns=["source", "evidence"])
     runs = records.runs[records.runs["status"] == "ok"]
     runs = runs[["launch", "label", "source", "evidence", "began"]].reset_index()
     both = simulated.rename(columns={"run": "launch", "segment_seconds": "predicted_seconds"})

@@ -14,7 +14,7 @@ from analysis.evidence import Evidence
 from analysis.layout import Table, View, fixed, percent
 from analysis.over_dp import ratios_to_dp
 
-__all__ = ["SCHEMA", "Study", "load_studies", "tables"]
+__all__ = ["SCHEMA", "Study", "load_studies", "simulated_by_run", "simulated_runs", "tables"]
 
 SCHEMA = "pipebench.simulation/1"
 NESTED = ["plan", "parts", "options", "numbers"]
@@ -55,6 +55,23 @@ def load_studies(results_dir: Path) -> list[Study]:
             study = _study(path, source)
             found.setdefault(study.name, study)
     return [found[name] for name in sorted(found)]
+
+
+def simulated_runs(results_dir: Path) -> pd.DataFrame:
+    """Of all studies the rows of what may also have run as it was simulated: what fits, at the
+    links' whole bandwidth.  ``run`` and ``label`` say which run it is, ``written`` when the study
+    was, in Unix time."""
+    studies = [study.rows.assign(written=study.t) for study in load_studies(results_dir)]
+    if not studies:
+        return pd.DataFrame(columns=["run", "label"])
+    rows = pd.concat(studies)
+    return rows[(rows["status"] == "ok") & (rows["bandwidth_share"] == 1)]
+
+
+def simulated_by_run(results_dir: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """:func:`simulated_runs` by run and label."""
+    rows = simulated_runs(results_dir).to_dict("records")
+    return {(row["run"], row["label"]): {str(k): v for k, v in row.items()} for row in rows}
 
 
 def _study(path: Path, source: str) -> Study:
@@ -114,7 +131,7 @@ def tables(results_dir: Path) -> tuple[Table, ...]:
     return tuple(
         Table(
             "simulated",
-            study.rows.drop(columns=["plan", "parts", "options", "numbers"], errors="ignore"),
+            study.rows.drop(columns=NESTED, errors="ignore"),
             (_view(study),),
         )
         for study in load_studies(results_dir)

@@ -38,8 +38,7 @@ __all__ = ["EmulatedStack"]
 class EmulatedLayer(nn.Module):
     """Takes (n, …) and returns (n, ``outputs``), after the profile's time of n samples.
 
-    ``device`` None: at once.  ``logits``: it is the model's last.  ``tied``: seconds of tying so
-    many copies of its weights to their reference.
+    ``device`` None: at once.  ``logits``: it is the model's last.
     """
 
     def __init__(
@@ -50,10 +49,8 @@ class EmulatedLayer(nn.Module):
         device: Device | None,
         *,
         logits: bool = False,
-        tied: Callable[[int], float] = lambda copies: 0.0,
     ):
         super().__init__()
-        self.tied = tied
         self.profile, self.outputs, self.device, self.logits = profile, outputs, device, logits
         self.weight = nn.Parameter(torch.empty(weights, device="meta")) if weights else None
         self._seconds: dict[tuple[int, bool], float] = {}
@@ -135,16 +132,22 @@ def _factors(like: Tensor) -> Tensor:
 
 
 class EmulatedStage(Stage):
-    """Layers [first, last), whose optimizer's step takes its time too.
+    """Layers [first, last), whose optimizer's step and averaging take their time too.
 
-    ``step_seconds``: of all its weights, by the number of versions held.
+    Of all its weights: ``step_seconds``, by the number of versions held, and ``average_seconds``,
+    by the number of copies that are tied to their reference.
     """
 
     def __init__(
-        self, stage: Stage, device: Device | None, step_seconds: Callable[[int], float] | None
+        self,
+        stage: Stage,
+        device: Device | None,
+        step_seconds: Callable[[int], float],
+        average_seconds: Callable[[int], float],
     ):
         super().__init__(list(stage.layers), stage.prefixes, stage.first, stage.random)
-        self._device, self._step_seconds, self._alone = device, step_seconds, False
+        self._device, self._alone = device, False
+        self._step_seconds, self._average_seconds = step_seconds, average_seconds
 
     def forward(self, x: Tensor) -> Tensor:
         end = len(self.layers) - 1
@@ -156,15 +159,16 @@ class EmulatedStage(Stage):
         self._alone = True
 
     def part(self, first: int, last: int) -> Stage:
-        """A part is never stepped alone."""
-        return EmulatedStage(super().part(first, last), self._device, None)
+        """A part is never stepped alone, nor averaged."""
+        plain = super().part(first, last)
+        return EmulatedStage(plain, self._device, self._step_seconds, self._average_seconds)
 
     def busy_ns(self) -> int:
         return super().busy_ns() if self._device is None else self._device.busy_ns()
 
     def charge(self, optimizer: Optimizer, versions: int) -> None:
         device = self._device
-        if device is None or self._step_seconds is None:
+        if device is None:
             return
         seconds = self._step_seconds(versions)
 
@@ -184,8 +188,7 @@ class EmulatedStage(Stage):
             self._device.begin()
         yield
         if self._device is not None:
-            layers = (layer for layer in self.layers if isinstance(layer, EmulatedLayer))
-            self._device.spend(sum(layer.tied(copies) for layer in layers))
+            self._device.spend(self._average_seconds(copies))
             self._device.wait()
 
 
@@ -215,14 +218,19 @@ class EmulatedStack(LayerStack):
                 _elements(layer.output_bytes / size, shrunk),
                 device,
                 logits=index == len(profile.layers) - 1,
-                tied=partial(profile.average_seconds, index, index + 1),
             )
             layers.append(Layer(layer.name, f"{layer.name}.", module, _initialise))
         super().__init__(layers)
 
     def stage(self, first: int, last: int, seed: int = 0) -> Stage:
         plain = super().stage(first, last, seed)
-        return EmulatedStage(plain, self.device, partial(self.step_seconds, first, last))
+        layers = first, last
+        return EmulatedStage(
+            plain,
+            self.device,
+            partial(self.step_seconds, *layers),
+            partial(self.profile.average_seconds, *layers),
+        )
 
     def step_seconds(self, first: int, last: int, versions: int) -> float:
         """Of a step of all weights of these layers, at their real size."""

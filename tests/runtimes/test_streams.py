@@ -4,7 +4,6 @@ rank goes on with the stream that can, and sleeps when none can."""
 from __future__ import annotations
 
 import os
-import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -22,8 +21,7 @@ from runtimes.schedule.action import Action, Op
 from runtimes.schedule.program import Program
 from tests.processes import RankError, run_ranks
 from tests.runtimes.streams import Walk, endpoint_of
-
-MOST_S = 0.002
+from tests.runtimes.test_jitter import dawdling
 
 
 def plan_of(
@@ -55,17 +53,6 @@ CASES = {
     ],
     3: [(plan_of(3, 2), True), (plan_of(2, 3, [1, 2]), True), (plan_of(2, 2, [2, 1]), False)],
 }
-
-
-def dawdling(rank: int, seed: int) -> Callable[[Action], None]:
-    dice = random.Random(f"{seed} {rank}")
-    often = dice.choice([0.0, 0.1, 0.4])
-
-    def before(_: Action) -> None:
-        if dice.random() < often:
-            time.sleep(MOST_S * dice.random())
-
-    return before
 
 
 def walks(

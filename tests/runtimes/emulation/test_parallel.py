@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from runtimes.emulation.uniform import uniform_profile
 from runtimes.execution.distributed import DistributedEngine
 from runtimes.execution.endpoint import GroupEndpoint
 from runtimes.execution.engine import Segment
@@ -22,17 +21,9 @@ from runtimes.systems import get_system
 from tests.processes import run_ranks
 from tests.runtimes.emulation.emulated import Feed, job_of, stack_of
 from tests.runtimes.emulation.shared_clock import SharedClock, device_at, shared_by
+from tests.runtimes.emulation.test_runs import UNIFORM
 
-#: A sample and layer: 1 ms forward, 2 ms backward, 0.4 MB out; a layer: 1 MB of weights, 1 ms a
-#: step, while averaging takes no time.
-UNIFORM = uniform_profile(
-    4,
-    forward_seconds=1e-3,
-    backward_seconds=2e-3,
-    output_bytes=400_000,
-    parameter_bytes=1_000_000,
-    step_seconds_per_byte=1e-9,
-)
+#: Averaging takes no time.
 PROFILE = replace(
     UNIFORM, optimizer_seconds_per_byte={**UNIFORM.optimizer_seconds_per_byte, "sgd": 0.0}
 )
